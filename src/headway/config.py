@@ -1,0 +1,231 @@
+"""Configuration: dict | JSON | command-line flags -> frozen objects. Unknown keys and impossible combinations are errors.
+
+Each field is declared once, here; `headway config`, the command-line flags and their help are made from it. Options of
+a drafter or a policy live in its own file (a frozen dataclass `Options`) and are accepted here by the names declared there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from headway import plugins
+from headway.errors import ConfigError, unknown_key
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+REJECTION_METHODS = ("standard", "block", "synthetic", "lossy_typical")
+DEFAULT_METHOD = "suffix"
+DEFAULT_NUM_SPECULATIVE_TOKENS = {"suffix": 16, "ngram": 4}
+
+# vLLM's top-level keys that choose a policy by being present.
+POLICY_KEYS = {"num_speculative_tokens_per_batch_size": "batch_table", "disable_by_batch_size": "disable_by_batch_size"}
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    """A dataclass field with its help text; `choices` and `alias` are the other metadata in use."""
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: default, metadata={"help": help, **extra})
+    return field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to speculate. `parse` reads what vLLM's --speculative-config takes, plus the key "policy"."""
+
+    method: str = option(DEFAULT_METHOD, "drafter: a name from `headway list drafters`, or package.module:Class")
+    num_speculative_tokens: int = option(DEFAULT_NUM_SPECULATIVE_TOKENS[DEFAULT_METHOD], "upper bound on drafts per sequence and step")
+    policy: str = option("static", "how many drafts, step by step: a name from `headway list policies`, or package.module:Class")
+    model: str | None = option(None, "draft model, for the drafters that have one")
+    rejection_sample_method: str = option("standard", "how drafts are accepted", choices=REJECTION_METHODS)
+    synthetic_acceptance_rates: tuple[float, ...] | None = option(None, "synthetic: marginal acceptance rate of each position")
+    synthetic_acceptance_length: float | None = option(None, "synthetic: mean tokens per step, the bonus token included")
+    typical_acceptance_threshold: float = option(0.09, "lossy_typical: probability floor (Medusa's epsilon)")
+    typical_acceptance_alpha: float = option(0.3, "lossy_typical: entropy factor (Medusa's delta)")
+    drafter_options: Mapping[str, Any] = option({}, "options of the drafter, by the names its file declares")
+    policy_options: Mapping[str, Any] = option({}, "options of the policy, by the names its file declares")
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ConfigError(f"num_speculative_tokens must be >= 1, got {self.num_speculative_tokens}; to switch speculation off, leave the speculative config out or say \"off\"")
+        if self.rejection_sample_method not in REJECTION_METHODS:
+            raise ConfigError(unknown_key("rejection_sample_method", str(self.rejection_sample_method), REJECTION_METHODS))
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        if self.rejection_sample_method == "synthetic":
+            if (rates is None) == (length is None):
+                raise ConfigError("rejection_sample_method \"synthetic\" needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length")
+        elif rates is not None or length is not None:
+            raise ConfigError("synthetic_acceptance_rates and synthetic_acceptance_length need rejection_sample_method \"synthetic\"")
+        if rates is not None:
+            if len(rates) != self.num_speculative_tokens:
+                raise ConfigError(f"synthetic_acceptance_rates must have num_speculative_tokens={self.num_speculative_tokens} entries, got {len(rates)}")
+            if any(not 0.0 <= rate <= 1.0 for rate in rates) or any(a < b for a, b in zip(rates, rates[1:], strict=False)):
+                raise ConfigError(f"synthetic_acceptance_rates must be in [0, 1] and never increase, got {list(rates)}")
+        if length is not None and not 1.0 <= length <= self.num_speculative_tokens + 1:
+            raise ConfigError(f"synthetic_acceptance_length must be in [1, {self.num_speculative_tokens + 1}], got {length}")
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
+        """None or "off" -> None; "default" -> the default; a method name, a JSON text or a mapping -> the checked config.
+
+        Raises ConfigError, naming the accepted keys.
+        """
+        if value is None or isinstance(value, SpeculativeConfig):
+            return value
+        if isinstance(value, str):
+            text = value.strip()
+            if text == "off":
+                return None
+            if text == "default":
+                return cls.parse({"method": DEFAULT_METHOD})
+            if not text.startswith("{"):
+                return cls.parse({"method": text})
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"the speculative config is not valid JSON: {error}") from error
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"the speculative config must be a JSON object, got {value!r}")
+        return cls._from_mapping(dict(value))
+
+    @classmethod
+    def _from_mapping(cls, given: dict[str, Any]) -> SpeculativeConfig:
+        method = given.pop("method", DEFAULT_METHOD)
+        if not isinstance(method, str):
+            raise ConfigError(f"method must be one drafter's name, got {method!r}. Accepted: {', '.join(plugins.names('drafter'))}")
+        drafter_options = _options_of(plugins.load("drafter", method))
+        policy, policy_given = _split_policy(given.pop("policy", None))
+        for key, implied in POLICY_KEYS.items():
+            if key in given:
+                if policy not in (None, implied):
+                    raise ConfigError(f"{key} is the policy {implied!r}; it cannot be combined with the policy {policy!r}")
+                policy, policy_given[key] = implied, given.pop(key)
+        policy = policy or "static"
+        policy_options = _options_of(plugins.load("policy", policy))
+        for key in policy_given:
+            if key not in policy_options:
+                raise ConfigError(unknown_key(f"option of policy {policy!r}", key, [*policy_options, "name"]))
+        own = {f.name: f for f in fields(cls) if f.name not in ("drafter_options", "policy_options", "method", "policy")}
+        accepted = {*own, *drafter_options, *POLICY_KEYS, "method", "policy"}
+        for key in given:
+            if key not in accepted:
+                raise ConfigError(unknown_key(f"key in the speculative config of method {method!r}:", key, accepted))
+        given.setdefault("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS.get(method, 4))
+        return cls(
+            method=method,
+            policy=policy,
+            **{key: _checked(key, value, own[key]) for key, value in given.items() if key in own},
+            drafter_options={k: _checked(k, v, drafter_options[k]) for k, v in given.items() if k in drafter_options},
+            policy_options={k: _checked(k, v, policy_options[k]) for k, v in policy_given.items()},
+        )
+
+    def build_drafter(self) -> Any:
+        """The drafter this config names (a `drafters.drafter.Drafter`)."""
+        return _build(plugins.load("drafter", self.method), self.drafter_options)
+
+    def build_policy(self) -> Any:
+        """The policy this config names (a `control.policy.Policy`)."""
+        return _build(plugins.load("policy", self.policy), self.policy_options)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine is built from. Zero and None mean "decide from the model and the machine"."""
+
+    model: str = option("smollm2-135m", "a built-in name, a local Hugging Face directory, a GGUF file, or a hub id")
+    dtype: str = option("auto", "weights and K/V cache; auto: the fastest on this device", choices=DTYPES)
+    device: str = option("auto", "cpu, cuda, cuda:N, or auto")
+    seed: int = option(0, "seeds the requests that bring no seed of their own")
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens")
+    max_num_seqs: int = option(64, "sequences that may run in one step")
+    max_num_batched_tokens: int = option(512, "known tokens in one step: decodes first, then prefill chunks")
+    block_size: int = option(16, "tokens per K/V block")
+    kv_cache_memory_bytes: int | None = option(None, "size of the K/V pool; default: from free memory")
+    gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights and K/V pool (CUDA only)")
+    enable_prefix_caching: bool = option(True, "reuse K/V blocks of equal prefixes")
+    num_threads: int | None = option(None, "CPU threads of the forward pass; default: torch's own choice")
+    speculative: SpeculativeConfig | None = option(None, "how to speculate; None: plain decoding")
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "kv_cache_memory_bytes", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be >= 1, got {value}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(unknown_key("dtype", self.dtype, DTYPES))
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs}): every running sequence gets at least one token a step")
+
+
+def _split_policy(value: Any) -> tuple[str | None, dict[str, Any]]:
+    """ "name" | {"name": ..., options} -> (name, options)."""
+    if value is None or isinstance(value, str):
+        return value, {}
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return value["name"], {k: v for k, v in value.items() if k != "name"}
+    raise ConfigError(f'policy must be a name or {{"name": ..., options}}, got {value!r}. Accepted: {", ".join(plugins.names("policy"))}')
+
+
+def _options_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
+    options = getattr(cls, "Options", None)
+    return {f.name: f for f in fields(options)} if options is not None else {}
+
+
+def _build(cls: type[Any], options: Mapping[str, Any]) -> Any:
+    return cls(cls.Options(**options)) if hasattr(cls, "Options") else cls()
+
+
+def _checked(key: str, value: Any, spec: dataclasses.Field[Any]) -> Any:
+    """`value` as the field's type, or ConfigError. JSON lists become tuples, ints pass for floats."""
+    hint = spec.type if not isinstance(spec.type, str) else _evaluate(spec.type)
+    ok, converted = _convert(value, hint)
+    if not ok:
+        raise ConfigError(f"{key} must be {_describe(hint)}, got {value!r}")
+    return converted
+
+
+def _evaluate(text: str) -> Any:
+    return eval(text, {"Mapping": Mapping, "Any": Any, "Literal": Literal})  # noqa: S307 (our own annotations)
+
+
+def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        for arm in typing.get_args(hint):
+            ok, converted = _convert(value, arm)
+            if ok:
+                return True, converted
+        return False, None
+    if hint is Any:
+        return True, value
+    if hint is type(None):
+        return value is None, None
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            return False, None
+        args = typing.get_args(hint)
+        arms = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else list(args)
+        if len(arms) != len(value):
+            return False, None
+        parts = [_convert(item, arm) for item, arm in zip(value, arms, strict=True)]
+        return all(ok for ok, _ in parts), tuple(converted for _, converted in parts)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool), float(value) if isinstance(value, (int, float)) else None
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    if isinstance(hint, type):
+        return isinstance(value, hint), value
+    return False, None
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(arm) for arm in typing.get_args(hint))
+    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(hint, str(hint).replace("typing.", ""))

@@ -1,0 +1,93 @@
+"""What a policy may see and what it may ask for.
+
+A policy wishes, the scheduler clamps. It sees numbers only: no tensors, no blocks, no token ids.
+
+Losslessness is part of the contract. When drafts are sampled, whether draft position j is verified may depend on the
+prefix before j, on prefix-only functions of the draft distribution at j (`confidence`), and on statistics fixed before
+the token at j was drawn; never on the token drawn at j or its probability. Deterministic drafts and greedy requests
+are free of this. `DraftView` carries nothing that could break the rule, and tests/unit/test_anticipation.py shows what
+happens to the output distribution when a drafter smuggles it in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.types import Choice, Feedback
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One sequence that could run in the step to be planned."""
+
+    seq_id: int
+    num_context: int          # known tokens
+    num_output: int
+    decoding: bool            # its next row samples from a single known token: only these can speculate
+    max_k: int                # what the request, its remaining tokens and the context limit allow; 0: do not draft
+    greedy: bool
+    priority: int
+    num_drafts: int           # verified so far in this sequence
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """The whole step to be planned, before anything is drafted."""
+
+    step: int
+    sequences: tuple[SequenceView, ...]
+    num_waiting: int
+    num_free_blocks: int
+    token_budget: int
+    drafters: tuple[str, ...]   # configured, in the user's order of preference
+    max_k: int                  # num_speculative_tokens: the hard upper bound
+
+    @property
+    def num_decoding(self) -> int:
+        """The batch size that speculation is about: sequences that decode. Prefill chunks do not count."""
+        return sum(seq.decoding for seq in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftView:
+    """One finished draft, without its tokens."""
+
+    seq_id: int
+    drafter: str
+    length: int
+    deterministic: bool
+    confidence: tuple[float, ...] | None
+
+
+class Policy(ABC):
+    """Decides how much to speculate. One abstract method; the other hooks default to "as planned".
+
+    A policy that has options declares a frozen dataclass `Options` in its file and takes one in `__init__`.
+    """
+
+    name: str = ""
+
+    @abstractmethod
+    def plan(self, view: BatchView) -> Mapping[int, Choice]:
+        """Before drafting: seq_id -> Choice. A sequence left out gets k = 0. Only decoding sequences are honoured."""
+
+    def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """While drafting: which of these sequences should go on and draft `position` (0-based)?
+
+        confidence  [n] the drafter's prefix-only confidence at that position, NaN when it has none
+        """
+        return np.ones(len(seq_ids), dtype=np.bool_)
+
+    def select(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, int]:
+        """After drafting: seq_id -> how many of its drafts to verify. A sequence left out keeps all of them."""
+        return {}
+
+    def observe(self, feedback: Feedback) -> None:
+        """After the step: what happened."""
+        return None

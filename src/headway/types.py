@@ -1,0 +1,376 @@
+"""The records that flow through one step, in the order they are made.
+
+    Request -> Sequence -> SequenceView -> Row / StepPlan -> Draft -> Verdict -> Feedback -> OutputDelta
+
+Standard library only: the control layer and the vLLM plugin import this file without torch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence as SequenceOf
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from headway.errors import InvalidRequestError
+
+NO_DRAFT = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpeculation:
+    """What one request asks of speculation: off (`enabled=False`) or at most `max_tokens` drafts per step."""
+
+    enabled: bool = True
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise InvalidRequestError(f"speculative.max_tokens must be >= 0, got {self.max_tokens}", param="speculative")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled; names and defaults are vLLM's.
+
+    Raises InvalidRequestError (a ValueError) for a value out of range.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | tuple[str, ...] | list[str] | None = None
+    stop_token_ids: tuple[int, ...] | list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: tuple[str, ...] | list[str] | None = None
+    speculative: RequestSpeculation = RequestSpeculation()
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, accepted: str) -> None:
+            if not ok:
+                raise InvalidRequestError(f"{name} must be {accepted}, got {getattr(self, name)!r}", param=name)
+
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                check(False, spec.name, "a finite number")
+        check(self.n >= 1, "n", ">= 1")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "in [-2, 2]")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "in [-2, 2]")
+        check(self.repetition_penalty > 0.0, "repetition_penalty", "> 0")
+        check(self.temperature >= 0.0, "temperature", ">= 0")
+        check(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]")
+        check(self.top_k >= -1, "top_k", ">= -1 (0 and -1 switch it off)")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]")
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", ">= 1 or None")
+        check(self.min_tokens >= 0, "min_tokens", ">= 0")
+        check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", f"<= max_tokens ({self.max_tokens})")
+        check(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "in [0, 20] or None")
+        check(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "in [0, 20] or None")
+        check("" not in self.stop_strings, "stop", "non-empty strings")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt and how to continue it. `priority`: smaller runs first (vLLM's convention), ties by arrival."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    prompt: str | None = None
+    priority: int = 0
+    arrival_time: float = field(default_factory=time.monotonic)
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation being written (a request with n > 1 has n of them). Owned and changed by the scheduler only.
+
+    Index ranges of `token_ids`, always in this order:
+
+        [0, num_prompt_tokens)              the prompt
+        [num_prompt_tokens, num_tokens)     what was generated and committed
+        [0, num_computed)                   K/V is in the cache blocks of `block_table`
+        [num_computed, num_tokens)          known but not yet computed: what a row feeds next
+
+    A decoding sequence has exactly one known token that is not computed (the last one sampled).
+    """
+
+    seq_id: int
+    request: Request
+    index: int                       # 0 <= index < params.n
+    seed: int                        # 64 bits; params.seed + index, or drawn from the engine's seed
+    eos_token_ids: frozenset[int]    # empty when params.ignore_eos
+    stop_token_ids: frozenset[int]
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+    max_tokens: int                  # resolved: never None
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed: int = 0
+    num_cached: int = 0              # prompt tokens found in the prefix cache
+    block_table: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    finish_reason: str | None = None # stop | length | abort
+    stop_reason: int | str | None = None
+    stats: SpecDecodeMetrics = field(default_factory=lambda: SpecDecodeMetrics())
+    num_preemptions: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """True when one more row of one token samples (and k drafts may ride on it)."""
+        return self.num_computed == len(self.token_ids) - 1 and self.num_output_tokens > 0
+
+
+@dataclass(slots=True)
+class SpecDecodeMetrics:
+    """Speculation in one sequence (or summed over many). vLLM's keys; a step counts when at least one draft was verified."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0        # verified, so neither trimmed by a policy nor merely proposed
+    num_accepted_tokens: int = 0
+    num_steps: int = 0               # every step that wrote tokens, speculative or not
+    num_drafts_per_pos: list[int] = field(default_factory=list)
+    num_accepted_per_pos: list[int] = field(default_factory=list)
+    acceptance_histogram: list[int] = field(default_factory=list)  # [i]: steps in which i drafts were accepted
+
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        self.num_steps += 1
+        if num_drafts == 0:
+            return
+        self.num_spec_steps += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        for counts, upto in (
+            (self.num_drafts_per_pos, num_drafts),
+            (self.num_accepted_per_pos, num_accepted),
+        ):
+            counts.extend([0] * (num_drafts - len(counts)))
+            for position in range(upto):
+                counts[position] += 1
+        self.acceptance_histogram.extend([0] * (num_accepted + 1 - len(self.acceptance_histogram)))
+        self.acceptance_histogram[num_accepted] += 1
+
+    def add(self, other: SpecDecodeMetrics) -> None:
+        for spec in fields(self):
+            mine, theirs = getattr(self, spec.name), getattr(other, spec.name)
+            if isinstance(mine, list):
+                mine.extend([0] * (len(theirs) - len(mine)))
+                for position, count in enumerate(theirs):
+                    mine[position] += count
+            else:
+                setattr(self, spec.name, mine + theirs)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per speculative step, the bonus token included (vLLM's definition)."""
+        return 1.0 + (self.num_accepted_tokens / self.num_spec_steps if self.num_spec_steps else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A policy's wish for one sequence in one step: `drafter` proposes at most `k` tokens."""
+
+    drafter: str
+    k: int
+
+
+@dataclass(slots=True)
+class Row:
+    """Known tokens [start, start + length) of `seq` enter this step's forward pass; up to `k` drafts follow them.
+
+    A prefill chunk, a plain decode (length 1) and a verification (length 1, k > 0) differ in numbers only. A row that
+    ends at the last known token (`samples`) yields at least one new token. Only such a row may have k > 0.
+    """
+
+    seq: Sequence
+    start: int
+    length: int
+    k: int = 0
+    drafter: str = NO_DRAFT
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.length == len(self.seq.token_ids)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    rows: list[Row]
+    num_waiting: int = 0
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens in the step, drafts not counted."""
+        return sum(row.length for row in self.rows)
+
+
+@dataclass(slots=True)
+class Draft:
+    """What a drafter proposes to follow a sequence's last known token.
+
+    tokens      the proposed ids, a chain: position j continues position j - 1 (see `parents`)
+    probs       None: `tokens` is a function of the prefix (a point mass: ngram, suffix, greedy drafters);
+                else the distributions the tokens were drawn from, tensor [len(tokens), vocab]
+    confidence  per position, in [0, 1]: an estimate of P(accepted | the ones before it were), made from the prefix
+                before the position only, never from the token drawn there (losslessness depends on it). None: unknown
+    parents     None: a chain. Else parents[j] < j is the index of the draft that j follows, -1 the last known token;
+                trees are not verified yet
+    """
+
+    tokens: list[int]
+    probs: Any | None = None
+    confidence: list[float] | None = None
+    parents: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def truncated(self, length: int) -> Draft:
+        if length >= len(self.tokens):
+            return self
+        return Draft(
+            self.tokens[:length],
+            None if self.probs is None else self.probs[:length],
+            None if self.confidence is None else self.confidence[:length],
+            None if self.parents is None else self.parents[:length],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: of the token itself, its rank (1 = most likely) and the most likely tokens."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()   # (token id, logprob), most likely first
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What verification decided for one row: the accepted prefix of its draft plus one more token.
+
+    tokens        accepted drafts, then one token from the target (bonus when all were accepted, else the correction)
+    num_accepted  len(tokens) - 1 for an exact verification
+    logprobs      one per token when the request asked for them
+    """
+
+    tokens: list[int]
+    num_accepted: int
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFeedback:
+    """What one sampling row did in one step. `num_drafts` were verified (<= `num_proposed` <= the planned `k`)."""
+
+    seq_id: int
+    drafter: str
+    k: int
+    num_proposed: int
+    num_drafts: int
+    num_accepted: int
+    num_context: int
+    confidence: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """One finished step, as a policy (and a trace) sees it. Times in milliseconds."""
+
+    step: int
+    sequences: tuple[SequenceFeedback, ...]
+    num_prefill_tokens: int
+    num_tokens: int                   # rows of the forward pass: known tokens plus verified drafts
+    num_context_tokens: int           # K/V read, summed over rows
+    draft_ms: float
+    verify_ms: float                  # target forward pass and accept/reject
+    step_ms: float                    # everything, scheduling and commit included
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What one step added to one sequence; the engine's output. `from_draft[i]`: token i was an accepted draft."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    from_draft: list[bool]
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None   # on the first delta only
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached: int = 0
+    stats: SpecDecodeMetrics | None = None                      # on the last delta
+    rejected: list[int] = field(default_factory=list)           # draft tokens the target refused in this step
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+def vllm_metrics(stats: SpecDecodeMetrics) -> Mapping[str, Any]:
+    """The `metrics.speculative_decoding` object of a response."""
+    return {
+        "num_spec_steps": stats.num_spec_steps,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "draft_acceptance_rate": round(stats.draft_acceptance_rate, 4),
+        "acceptance_histogram": list(stats.acceptance_histogram),
+    }
+
+
+__all__: SequenceOf[str] = [
+    "Choice", "Draft", "Feedback", "NO_DRAFT", "OutputDelta", "Request", "RequestSpeculation", "Row", "SamplingParams",
+    "Sequence", "SequenceFeedback", "SpecDecodeMetrics", "Status", "StepPlan", "TokenLogprobs", "Verdict", "vllm_metrics",
+]
