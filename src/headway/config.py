@@ -7,6 +7,7 @@ a drafter or a policy live in its own file (a frozen dataclass `Options`) and ar
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import types
 import typing
@@ -51,19 +52,26 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
-            raise ConfigError(f"num_speculative_tokens must be >= 1, got {self.num_speculative_tokens}; to switch speculation off, leave the speculative config out or say \"off\"")
+            raise ConfigError(
+                f"num_speculative_tokens must be >= 1, got {self.num_speculative_tokens}; "
+                'to switch speculation off, leave the speculative config out or say "off"'
+            )
         if self.rejection_sample_method not in REJECTION_METHODS:
             raise ConfigError(unknown_key("rejection_sample_method", str(self.rejection_sample_method), REJECTION_METHODS))
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if self.rejection_sample_method == "synthetic":
             if (rates is None) == (length is None):
-                raise ConfigError("rejection_sample_method \"synthetic\" needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length")
+                raise ConfigError(
+                    'rejection_sample_method "synthetic" needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length'
+                )
         elif rates is not None or length is not None:
             raise ConfigError("synthetic_acceptance_rates and synthetic_acceptance_length need rejection_sample_method \"synthetic\"")
         if rates is not None:
             if len(rates) != self.num_speculative_tokens:
-                raise ConfigError(f"synthetic_acceptance_rates must have num_speculative_tokens={self.num_speculative_tokens} entries, got {len(rates)}")
-            if any(not 0.0 <= rate <= 1.0 for rate in rates) or any(a < b for a, b in zip(rates, rates[1:], strict=False)):
+                raise ConfigError(
+                    f"synthetic_acceptance_rates must have num_speculative_tokens={self.num_speculative_tokens} entries, got {len(rates)}"
+                )
+            if any(not 0.0 <= rate <= 1.0 for rate in rates) or any(a < b for a, b in itertools.pairwise(rates)):
                 raise ConfigError(f"synthetic_acceptance_rates must be in [0, 1] and never increase, got {list(rates)}")
         if length is not None and not 1.0 <= length <= self.num_speculative_tokens + 1:
             raise ConfigError(f"synthetic_acceptance_length must be in [1, {self.num_speculative_tokens + 1}], got {length}")
@@ -160,7 +168,10 @@ class EngineConfig:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs}): every running sequence gets at least one token a step")
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs}): "
+                "every running sequence gets at least one token a step"
+            )
 
 
 def _split_policy(value: Any) -> tuple[str | None, dict[str, Any]]:
@@ -191,7 +202,7 @@ def _checked(key: str, value: Any, spec: dataclasses.Field[Any]) -> Any:
 
 
 def _evaluate(text: str) -> Any:
-    return eval(text, {"Mapping": Mapping, "Any": Any, "Literal": Literal})  # noqa: S307 (our own annotations)
+    return eval(text, {"Mapping": Mapping, "Any": Any, "Literal": Literal})
 
 
 def _convert(value: Any, hint: Any) -> tuple[bool, Any]:

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from headway.errors import ConfigError, unknown_key
 
@@ -25,7 +25,8 @@ def names(kind: str) -> list[str]:
     """Built-in and installed names of a kind ("drafter" or "policy"), sorted."""
     package, interface, _ = FOLDERS[kind]
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations is not None
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
     folder = Path(next(iter(spec.submodule_search_locations)))
     found = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != interface}
     return sorted(found | set(_installed(kind)))
@@ -64,6 +65,6 @@ def _checked(kind: str, name: str, cls: Any) -> type[Any]:
     base_name = FOLDERS[kind][2]
     if not inspect.isclass(cls) or base_name not in (base.__name__ for base in cls.__mro__):
         raise ConfigError(f"{kind} {name!r} is not a {base_name}: {cls!r}")
-    if not cls.name:
-        cls.name = name
-    return cls
+    if not getattr(cls, "name", ""):
+        setattr(cls, "name", name)  # noqa: B010 (a class attribute unknown to `type`)
+    return cast("type[Any]", cls)

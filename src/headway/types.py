@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -140,6 +141,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0              # prompt tokens found in the prefix cache
     block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)   # of the leading full blocks, chained
     status: Status = Status.WAITING
     finish_reason: str | None = None # stop | length | abort
     stop_reason: int | str | None = None

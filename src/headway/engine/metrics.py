@@ -82,10 +82,10 @@ class EngineMetrics:
         """The request was accepted (`Engine.add`)."""
         self._requests[request.request_id] = request
 
-    def observe_prefix_lookup(self, num_queries: int, num_hits: int) -> None:
-        """A sequence was admitted: tokens looked up in the prefix cache, tokens found there."""
-        self.prefix_cache_queries += num_queries
-        self.prefix_cache_hits += num_hits
+    def observe_prefix_cache(self, num_queries: int, num_hits: int) -> None:
+        """Tokens looked up in the prefix cache and found there, since the engine was built."""
+        self.prefix_cache_queries = num_queries
+        self.prefix_cache_hits = num_hits
 
     def observe_step(self, feedback: Feedback, outputs: Sequence[OutputDelta], num_preempted: int = 0) -> None:
         """A step ended and wrote `outputs`."""

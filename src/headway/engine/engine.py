@@ -1,0 +1,303 @@
+"""THE step: schedule, draft, verify, commit, observe. Read this file first.
+
+One thread calls everything here. `step` is the whole engine; speculation is not a second loop: with k = 0 for every
+sequence the same lines decode plainly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from headway.config import EngineConfig
+from headway.control.policy import BatchView, DraftView, Policy
+from headway.drafters.drafter import Committed, Drafter, DraftRequest
+from headway.engine import admission, prompt_logprobs
+from headway.engine.kv_cache import BlockPool
+from headway.engine.memory import plan_memory
+from headway.engine.metrics import EngineMetrics
+from headway.engine.outputs import TextOutput
+from headway.engine.runner import ForwardOutput, Runner
+from headway.engine.scheduler import Scheduler
+from headway.engine.tokenizer import Tokenizer
+from headway.engine.verify import Verifier
+from headway.models.loader import load_model
+from headway.types import (
+    Draft,
+    Feedback,
+    OutputDelta,
+    Request,
+    Row,
+    Sequence,
+    SequenceFeedback,
+    Status,
+    Verdict,
+)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Where one step's time went: marks in seconds, taken between the verbs."""
+
+    start: float
+    scheduled: float = 0.0
+    drafted: float = 0.0
+    verified: float = 0.0
+
+
+class Engine:
+    """A model, its K/V cache, and the sequences being written. Raises ConfigError or ModelError when it cannot be built."""
+
+    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+        admission.set_threads(config.num_threads)
+        self.config = config
+        self.model = load_model(config.model, dtype=config.dtype, device=config.device, progress=progress)
+        self.tokenizer = Tokenizer(self.model.directory)
+        speculative = config.speculative
+        self.drafters: dict[str, Drafter] = {}
+        self.policy: Policy | None = None
+        if speculative is not None:
+            self.drafters[speculative.method] = speculative.build_drafter()
+            self.policy = speculative.build_policy()
+        memory = plan_memory(config, self.model)
+        self.max_model_len = memory.max_model_len
+        self.runner = Runner(self.model, memory.num_blocks, config.block_size, self._hidden_layers())
+        self.scheduler = Scheduler(
+            BlockPool(memory.num_blocks, config.block_size, config.enable_prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=memory.max_model_len,
+            drafters=tuple(self.drafters),
+            max_k=speculative.num_speculative_tokens if speculative else 0,
+        )
+        self.verifier = Verifier(speculative, self.model.config.vocab_size, self.model.device)
+        self.metrics = EngineMetrics()
+        self.requests: dict[str, list[Sequence]] = {}
+        self._texts: dict[int, TextOutput] = {}
+        self._prompt_logprobs: dict[str, prompt_logprobs.Collector] = {}
+        self._seq_ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises InvalidRequestError and changes nothing when it cannot be served."""
+        admission.validate(request, self)
+        seed = request.params.seed if request.params.seed is not None else self._seeds.getrandbits(63)
+        sequences = [
+            admission.make_sequence(request, index, next(self._seq_ids), seed, self) for index in range(request.params.n)
+        ]
+        self.requests[request.request_id] = sequences
+        if request.params.prompt_logprobs is not None:
+            self._prompt_logprobs[request.request_id] = prompt_logprobs.Collector(request)
+        for seq in sequences:
+            self._texts[seq.seq_id] = TextOutput(self.tokenizer, seq)
+            self.scheduler.add(seq)
+        self.metrics.observe_request(request)
+        self._observe_load()
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request and frees what it held; no further output. Unknown ids are fine: it may have just finished."""
+        for seq in self.requests.pop(request_id, []):
+            if seq.status is not Status.FINISHED:
+                self.scheduler.finish(seq, "abort")
+                self._forget(seq)
+        self._prompt_logprobs.pop(request_id, None)
+        self.metrics.observe_abort(request_id)
+        self._observe_load()
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant is broken. Callable between any two steps."""
+        self.scheduler.check()
+        live = {seq.seq_id for seq in (*self.scheduler.waiting, *self.scheduler.running)}
+        assert live == set(self._texts), "text outputs and live sequences differ"
+        assert live == {s.seq_id for seqs in self.requests.values() for s in seqs if s.status is not Status.FINISHED}
+
+    # -- the step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[OutputDelta]:
+        """One step over everything that can run; returns what it added to each sequence that wrote."""
+        clock = _Clock(time.perf_counter())
+        view = self.scheduler.view()
+        plan = self.scheduler.schedule(self.policy.plan(view) if self.policy else {})
+        if not plan.rows:
+            return []
+        clock.scheduled = time.perf_counter()
+        proposed = self._propose(plan.rows)
+        drafts = self._select(plan.rows, proposed, view)
+        self.scheduler.reserve(plan.rows, drafts)
+        clock.drafted = time.perf_counter()
+        out = self.runner.forward(plan.rows, drafts)
+        verdicts = self._verify(out, plan.rows, drafts)
+        clock.verified = time.perf_counter()
+        prefill = sum(row.length for row in plan.rows if not row.seq.is_decoding)
+        context = sum(row.start + row.length for row in plan.rows)
+        deltas = self._commit(out, plan.rows, drafts, verdicts)
+        feedback = self._feedback(plan.rows, proposed, drafts, verdicts, clock, out.num_tokens, prefill, context)
+        if self.policy:
+            self.policy.observe(feedback)
+        self.metrics.observe_step(feedback, deltas, len(plan.preempted))
+        self._observe_load()
+        return deltas
+
+    def _propose(self, rows: SequenceOf[Row]) -> list[Draft | None]:
+        """Each drafter gets its rows in one batch; no drafter runs when every k is 0."""
+        drafts: list[Draft | None] = [None] * len(rows)
+        for name, drafter in self.drafters.items():
+            assert self.policy is not None
+            mine = [i for i, row in enumerate(rows) if row.k > 0 and row.drafter == name]
+            if not mine:
+                continue
+            requests = [
+                DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, rows[i].k, seq.params.greedy)
+                for i in mine
+                for seq in (rows[i].seq,)
+            ]
+            for i, draft in zip(mine, drafter.propose(requests, self.policy.keep), strict=True):
+                drafts[i] = draft.truncated(rows[i].k) if draft.tokens else None
+        return drafts
+
+    def _select(self, rows: SequenceOf[Row], drafts: list[Draft | None], view: BatchView) -> list[Draft | None]:
+        """The policy's batch-wide trim to what is worth verifying."""
+        views = [
+            DraftView(row.seq.seq_id, row.drafter, len(draft), draft.probs is None, tuple(draft.confidence) if draft.confidence else None)
+            for row, draft in zip(rows, drafts, strict=True)
+            if draft is not None
+        ]
+        if not views or self.policy is None:
+            return drafts
+        lengths = self.policy.select(views, view)
+        return [
+            draft if draft is None or (length := lengths.get(row.seq.seq_id, len(draft))) >= len(draft)
+            else (draft.truncated(length) if length > 0 else None)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+
+    def _verify(self, out: ForwardOutput, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None]) -> list[Verdict | None]:
+        """A verdict for each row that samples, None for a prefill chunk that does not reach its end."""
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        found = iter(self.verifier.verify(out.logits, [rows[i] for i in sampling], [drafts[i] for i in sampling]))
+        return [next(found) if row.samples else None for row in rows]
+
+    def _commit(
+        self, out: ForwardOutput, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None], verdicts: SequenceOf[Verdict | None]
+    ) -> list[OutputDelta]:
+        deltas = []
+        committed: list[Committed] = []
+        finished: list[Sequence] = []
+        for row, draft, verdict, offset in zip(rows, drafts, verdicts, out.offsets, strict=True):
+            seq = row.seq
+            if seq.request.request_id in self._prompt_logprobs and seq.index == 0:
+                collector = self._prompt_logprobs[seq.request.request_id]
+                collector.observe(row, out.hidden[offset : offset + row.length], self.runner.logits)
+            num_new = self.scheduler.commit(row, verdict)
+            if verdict is not None:
+                delta = self._write(row, draft, verdict, num_new)
+                deltas.append(delta)
+                num_new = len(delta.token_ids)
+                if seq.status is Status.FINISHED:
+                    finished.append(seq)
+            if self.drafters:
+                num_accepted = max(0, min(verdict.num_accepted, num_new - 1)) if verdict else 0
+                hidden = tuple(layer[offset : offset + row.length + num_accepted] for layer in out.layers) or None
+                committed.append(Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, num_accepted, hidden))
+        for drafter in self.drafters.values():
+            drafter.commit(committed)
+        for seq in finished:
+            self._forget(seq)
+        return deltas
+
+    def _write(self, row: Row, draft: Draft | None, verdict: Verdict, num_kept: int) -> OutputDelta:
+        """Tokens -> text; a stop string ends the sequence at the token that completes it."""
+        seq = row.seq
+        text_output = self._texts[seq.seq_id]
+        tokens = verdict.tokens[:num_kept]
+        # The token that ended the sequence belongs to its ids, not to its text.
+        ended_by_token = seq.finish_reason == "stop"
+        hide_last = ended_by_token and not seq.params.include_stop_str_in_output
+        text, num_shown = text_output.push(tokens[:-1] if hide_last else tokens)
+        if text_output.stopped_by is not None:
+            del seq.token_ids[len(seq.token_ids) - (len(tokens) - num_shown) :]
+            tokens = tokens[:num_shown]
+            self.scheduler.finish(seq, "stop")
+            seq.finish_reason, seq.stop_reason = "stop", text_output.stopped_by
+        elif seq.status is Status.FINISHED:
+            text += text_output.flush()
+        num_accepted = min(verdict.num_accepted, len(tokens))
+        seq.stats.observe(len(draft) if draft else 0, num_accepted)
+        delta = OutputDelta(
+            seq.request.request_id,
+            seq.index,
+            tokens,
+            [position < num_accepted for position in range(len(tokens))],
+            text,
+            verdict.logprobs[: len(tokens)] if verdict.logprobs is not None else None,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            num_cached=seq.num_cached,
+            stats=seq.stats if seq.status is Status.FINISHED else None,
+            rejected=draft.tokens[verdict.num_accepted :] if draft else [],
+        )
+        if seq.num_output_tokens == len(tokens) and seq.request.request_id in self._prompt_logprobs:
+            delta.prompt_logprobs = self._prompt_logprobs[seq.request.request_id].result() if seq.index == 0 else None
+        return delta
+
+    def _feedback(
+        self,
+        rows: SequenceOf[Row],
+        proposed: SequenceOf[Draft | None],
+        drafts: SequenceOf[Draft | None],
+        verdicts: SequenceOf[Verdict | None],
+        clock: _Clock,
+        num_tokens: int,
+        num_prefill_tokens: int,
+        num_context_tokens: int,
+    ) -> Feedback:
+        return Feedback(
+            step=self.scheduler.num_steps,
+            sequences=tuple(
+                SequenceFeedback(
+                    row.seq.seq_id,
+                    row.drafter,
+                    row.k,
+                    len(before) if before else 0,
+                    len(draft) if draft else 0,
+                    verdict.num_accepted,
+                    row.start + row.length,
+                    tuple(draft.confidence) if draft and draft.confidence else None,
+                )
+                for row, before, draft, verdict in zip(rows, proposed, drafts, verdicts, strict=True)
+                if verdict is not None
+            ),
+            num_prefill_tokens=num_prefill_tokens,
+            num_tokens=num_tokens,
+            num_context_tokens=num_context_tokens,
+            draft_ms=(clock.drafted - clock.scheduled) * 1e3,
+            verify_ms=(clock.verified - clock.drafted) * 1e3,
+            step_ms=(time.perf_counter() - clock.start) * 1e3,
+        )
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _hidden_layers(self) -> tuple[int, ...]:
+        return next((drafter.hidden_layers for drafter in self.drafters.values() if drafter.hidden_layers), ())
+
+    def _forget(self, seq: Sequence) -> None:
+        del self._texts[seq.seq_id]
+        for drafter in self.drafters.values():
+            drafter.stop(seq.seq_id)
+        request_id = seq.request.request_id
+        if all(s.status is Status.FINISHED for s in self.requests.get(request_id, ())):
+            self.requests.pop(request_id, None)
+            self._prompt_logprobs.pop(request_id, None)
+
+    def _observe_load(self) -> None:
+        pool = self.scheduler.pool
+        self.metrics.observe_load(len(self.scheduler.running), len(self.scheduler.waiting), pool.usage)
+        self.metrics.observe_prefix_cache(pool.num_queried_tokens, pool.num_hit_tokens)

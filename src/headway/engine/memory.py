@@ -1,0 +1,75 @@
+"""How many K/V blocks, and how long a sequence may grow."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headway.config import EngineConfig
+from headway.errors import ConfigError
+from headway.models.attention import KVCache
+from headway.models.decoder import Decoder
+
+# On a CPU the pool shares memory with everything else: half of what is free, and no more than this unless asked.
+_CPU_SHARE = 0.5
+_CPU_LIMIT_BYTES = 4 << 30
+# Left on a GPU for activations and logits of one step.
+_GPU_RESERVE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    num_blocks: int
+    max_model_len: int
+    kv_cache_bytes: int
+
+
+def plan_memory(config: EngineConfig, model: Decoder) -> MemoryPlan:
+    """Sizes the pool from free memory or the flag; one sequence of `max_model_len` tokens always fits.
+
+    Raises ConfigError when not even a short sequence would fit, or when the asked-for context does not.
+    """
+    per_block = KVCache.bytes_per_block(model.config, config.block_size, model.dtype)
+    longest = config.max_model_len or model.config.max_position
+    if longest > model.config.max_position:
+        raise ConfigError(f"max_model_len {longest} is more than the model's context of {model.config.max_position} tokens")
+    most_useful = config.max_num_seqs * -(-longest // config.block_size)
+    asked = config.kv_cache_memory_bytes
+    num_bytes = asked if asked is not None else min(_default_bytes(config, model.device), most_useful * per_block)
+    num_blocks = num_bytes // per_block
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the K/V cache would have {num_blocks} blocks of {per_block} bytes; give kv_cache_memory_bytes >= {2 * per_block}"
+        )
+    if num_blocks * config.block_size < longest:
+        if config.max_model_len is not None:
+            raise ConfigError(
+                f"max_model_len {longest} needs {-(-longest // config.block_size) * per_block} bytes of K/V cache, there are {num_bytes}; "
+                "lower max_model_len or raise kv_cache_memory_bytes"
+            )
+        longest = num_blocks * config.block_size
+    return MemoryPlan(num_blocks, longest, num_blocks * per_block)
+
+
+def _default_bytes(config: EngineConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - total * (1.0 - config.gpu_memory_utilization)) - _GPU_RESERVE_BYTES)
+    return min(int(_available_cpu_bytes() * _CPU_SHARE), _CPU_LIMIT_BYTES)
+
+
+def _available_cpu_bytes() -> int:
+    """Free memory of the machine, or of the control group when that is less."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available
