@@ -1,0 +1,76 @@
+"""The façade of every target network: token rows in, hidden states out.
+
+    hidden, _ = model.forward(token_ids, positions, plan, cache)      # every row of the pass
+    logits = model.logits(hidden[rows that sample])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.models.attention import AttentionPlan, KVCache, attend
+from headway.models.config import ModelConfig
+from headway.models.layers import Layer, Linear, RMSNorm
+from headway.models.rope import inverse_frequencies, rotate_, rotation
+
+__all__ = ["Decoder", "ModelConfig"]
+
+
+class Decoder:
+    """A Llama-like decoder, for inference only. Made by `loader.load_model`."""
+
+    def __init__(
+        self, config: ModelConfig, embedding: Tensor, layers: list[Layer], norm: RMSNorm, lm_head: Linear, directory: Path,
+        weight_bytes: int,
+    ) -> None:
+        self.config = config
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self.lm_head = lm_head
+        self.directory = directory
+        self.weight_bytes = weight_bytes
+        self.dtype = embedding.dtype
+        self.device = embedding.device
+        inv_freq, self.rope_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position)
+        self.inv_freq = inv_freq.to(self.device)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, cache: KVCache, hidden_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """One pass over all rows of a step; K/V of the rows is written to `cache`.
+
+        token_ids, positions  int64 [num_tokens], in the order of the plan's rows
+        hidden_layers         whose outputs to return as well: 0 is the first layer's, -1 the hidden states after the final norm
+        returns               (hidden states after the final norm [num_tokens, hidden], one tensor of that shape per asked-for layer)
+        """
+        heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        cos, sin = rotation(positions, self.inv_freq, self.rope_factor, self.dtype)
+        x = F.embedding(token_ids, self.embedding)
+        kept: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            qkv = layer.qkv(layer.input_norm(x)).view(-1, heads + 2 * kv_heads, head_dim)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
+                qkv[:, heads:heads + kv_heads] = layer.k_norm(qkv[:, heads:heads + kv_heads])
+            rotate_(qkv[:, :heads + kv_heads], cos, sin)
+            pages = cache.layers[index]
+            plan.write(qkv[:, heads:], pages)
+            x = layer.o.add_to(x, attend(qkv[:, :heads], pages, plan, layer.window))
+            x = layer.mlp(layer.post_norm(x), x)
+            if index in hidden_layers:
+                kept[index] = x
+        x = self.norm(x)
+        kept[-1] = x
+        return x, tuple(kept[layer] for layer in hidden_layers)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab], in the model's dtype."""
+        return self.lm_head(hidden)

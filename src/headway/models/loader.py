@@ -1,0 +1,149 @@
+"""A Hugging Face directory -> a Decoder: reads safetensors (sharded too), fuses QKV and gate-up, packs for the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.errors import ModelError, unknown_key
+from headway.models import hub
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.layers import Layer, Linear, RMSNorm
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto", progress: bool = True) -> Decoder:
+    """`name`: a built-in name, a local Hugging Face directory, a GGUF file, or a hub id. Raises ModelError."""
+    directory = hub.resolve(name, progress=progress)
+    config = ModelConfig.from_directory(directory)
+    where = pick_device(device)
+    with torch.inference_mode(), Weights(directory) as weights:
+        return _build(config, weights, pick_dtype(dtype, where), where, directory)
+
+
+def pick_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"unknown device {device!r}. Accepted: cpu, cuda, cuda:N, auto") from error
+    if where.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {device!r} is not supported. Accepted: cpu, cuda, cuda:N, auto")
+    if where.type == "cuda" and (not torch.cuda.is_available() or (where.index or 0) >= torch.cuda.device_count()):
+        raise ModelError(f"device {device!r} is not there: this torch sees {torch.cuda.device_count()} CUDA devices")
+    return where
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """auto: what is fastest on the device."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ModelError(unknown_key("dtype", dtype, [*DTYPES, "auto"]))
+        return DTYPES[dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    """Dot products of bf16 in hardware (AVX512-BF16 or AMX); without them bf16 is emulated and slower than float32."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if capabilities:
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+class Weights:
+    """The tensors of a directory by name, read when asked for. `take` is once per tensor: what is left over is an error."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files: dict[str, Any] = {}
+        self.where: dict[str, str] = {}
+
+    def __enter__(self) -> Weights:
+        for path in self._paths():
+            if not path.exists():
+                raise ModelError(f"{self.directory}: the weight file {path.name} is missing")
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is not a readable safetensors file (truncated or corrupt?): {error}") from error
+            self.files[path.name] = file
+            self.where.update(dict.fromkeys(file.keys(), path.name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.clear()
+
+    def _paths(self) -> Iterator[Path]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(f"{index} is not a valid index: {error}") from error
+            yield from (self.directory / name for name in names)
+        elif (single := self.directory / "model.safetensors").exists():
+            yield single
+        else:
+            raise ModelError(f"{self.directory} has no model.safetensors[.index.json]. Supported: safetensors, GGUF files")
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self.where:
+            raise ModelError(f"{self.directory}: the weights lack {name}")
+        tensor: Tensor = self.files[self.where[name]].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.directory}: {name} has shape {tuple(tensor.shape)}, the configuration says {shape}")
+        if not tensor.is_floating_point():
+            raise ModelError(f"{self.directory}: {name} is {tensor.dtype}; supported: float32, bfloat16, float16")
+        return tensor
+
+
+def _build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, directory: Path) -> Decoder:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    features = config.features
+    num_bytes = 0
+
+    def take(name: str, *shape: int) -> Tensor:
+        nonlocal num_bytes
+        tensor = weights.take(name, shape).to(device=device, dtype=dtype)
+        num_bytes += tensor.nbytes
+        return tensor
+
+    def norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(take(f"{name}.weight", size), config.rms_norm_eps)
+
+    def linear(prefix: str, parts: dict[str, int], size_in: int, bias: bool) -> Linear:
+        weight = torch.cat([take(f"{prefix}.{part}.weight", size, size_in) for part, size in parts.items()])
+        return Linear(weight, torch.cat([take(f"{prefix}.{part}.bias", size) for part, size in parts.items()]) if bias else None)
+
+    layers = []
+    for index in range(config.num_layers):
+        name = f"model.layers.{index}"
+        attention = f"{name}.self_attn"
+        layers.append(Layer(
+            input_norm=norm(f"{name}.input_layernorm", hidden),
+            qkv=linear(attention, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, hidden, features.qkv_bias),
+            q_norm=norm(f"{attention}.q_norm", head_dim) if features.qk_norm else None,
+            k_norm=norm(f"{attention}.k_norm", head_dim) if features.qk_norm else None,
+            o=linear(attention, {"o_proj": hidden}, q_size, features.o_bias),
+            post_norm=norm(f"{name}.post_attention_layernorm", hidden),
+            gate_up=linear(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, features.mlp_bias),
+            down=linear(f"{name}.mlp", {"down_proj": hidden}, inner, features.mlp_bias),
+            window=config.windows[index],
+        ))
+    embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)
+    lm_head = Linear(embedding if config.tie_word_embeddings else take("lm_head.weight", config.vocab_size, hidden))
+    return Decoder(config, embedding, layers, norm("model.norm", hidden), lm_head, directory, num_bytes)

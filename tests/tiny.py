@@ -1,0 +1,145 @@
+"""Tiny random models in Hugging Face directories, made in milliseconds, for everybody's tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MIN_VOCAB = 256 + len(SPECIAL)
+
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "attention_bias": False},
+}
+ARCHITECTURE = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def tiny_model_dir(
+    tmp_path: Path, model_type: str = "llama", vocab_size: int = 320, seed: int = 0, *, dtype: torch.dtype = torch.float32,
+    shards: int = 1, **overrides: Any,
+) -> Path:
+    """Writes config.json, generation_config.json, safetensors (in `shards` files) and a byte-level tokenizer to a new directory
+    under `tmp_path`; returns it. Equal arguments give equal weights. `overrides` replace entries of config.json.
+
+    Any text round-trips when vocab_size >= 259 (token 3 + b is byte b); a smaller vocabulary has no tokenizer, for tests that feed
+    token ids.
+    """
+    config = {**BASE, **FAMILY.get(model_type, {}), "model_type": model_type, "vocab_size": vocab_size, **overrides}
+    config["architectures"] = [ARCHITECTURE.get(model_type, "Unknown")]
+    number = sum(1 for _ in tmp_path.glob(f"{model_type}-*"))
+    directory = tmp_path / f"{model_type}-{number}"
+    directory.mkdir(parents=True)
+    _write(directory / "config.json", config)
+    _write(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]})
+    _save(random_weights(config, seed, dtype), directory, shards)
+    if vocab_size >= MIN_VOCAB:
+        _tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
+        _write(directory / "tokenizer_config.json", {
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0],
+            "chat_template": CHAT_TEMPLATE, "model_max_length": config["max_position_embeddings"], "clean_up_tokenization_spaces": False,
+        })
+    return directory
+
+
+def random_weights(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights large enough that the next token depends on the context, and that attention is not uniform."""
+    random = torch.Generator().manual_seed(seed)
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q_size, kv_size = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    kind = config["model_type"]
+    qkv_bias = kind == "qwen2" or config.get("attention_bias", False)
+    o_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+    state: dict[str, torch.Tensor] = {}
+
+    def matrix(name: str, rows: int, columns: int, bias: bool = False, gain: float = 1.5) -> None:
+        state[f"{name}.weight"] = torch.randn(rows, columns, generator=random) * gain / columns**0.5
+        if bias:
+            state[f"{name}.bias"] = torch.randn(rows, generator=random) * 0.2
+
+    def norm(name: str, size: int) -> None:
+        state[f"{name}.weight"] = 1.0 + 0.2 * torch.randn(size, generator=random)
+
+    matrix("model.embed_tokens", config["vocab_size"], hidden, gain=2.0)
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        norm(f"{layer}.input_layernorm", hidden)
+        norm(f"{layer}.post_attention_layernorm", hidden)
+        for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+            matrix(f"{layer}.self_attn.{name}", size, hidden, qkv_bias)
+        matrix(f"{layer}.self_attn.o_proj", hidden, q_size, o_bias)
+        if kind == "qwen3":
+            norm(f"{layer}.self_attn.q_norm", head_dim)
+            norm(f"{layer}.self_attn.k_norm", head_dim)
+        matrix(f"{layer}.mlp.gate_proj", inner, hidden, mlp_bias)
+        matrix(f"{layer}.mlp.up_proj", inner, hidden, mlp_bias)
+        matrix(f"{layer}.mlp.down_proj", hidden, inner, mlp_bias)
+    norm("model.norm", hidden)
+    if not config["tie_word_embeddings"]:
+        matrix("lm_head", config["vocab_size"], hidden, gain=2.0)
+    return {name: tensor.to(dtype) for name, tensor in state.items()}
+
+
+def _save(state: dict[str, torch.Tensor], directory: Path, shards: int) -> None:
+    if shards == 1:
+        save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    where = {}
+    for shard in range(shards):
+        part = dict(list(state.items())[shard::shards])
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        save_file(part, directory / file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(part, file))
+    total = sum(tensor.nbytes for tensor in state.values())
+    _write(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: three special tokens, the 256 bytes, then `<extra_i>` words that no text encodes to."""
+    alphabet = byte_alphabet()
+    vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    vocab |= {f"<extra_{i}>": MIN_VOCAB + i for i in range(vocab_size - MIN_VOCAB)}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return tokenizer
+
+
+def byte_alphabet() -> list[str]:
+    """The printable character that byte-level BPE writes for each byte 0..255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    shifted = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2), encoding="utf-8")
