@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headway.types import NO_DRAFT, Feedback, OutputDelta, Request, SpecDecodeMetrics
 
@@ -42,6 +43,18 @@ class Histogram:
     def mean(self) -> float:
         num_values = self.num_values
         return self.total / num_values if num_values else 0.0
+
+
+@dataclass(slots=True)
+class PositionCounts:
+    """Drafts at one position: verified; of these, with every draft before them accepted; of these, accepted themselves.
+
+    accepted / reached is the acceptance at this position given the ones before, accepted / drafted the unconditional one.
+    """
+
+    drafted: int = 0
+    reached: int = 0
+    accepted: int = 0
 
 
 class EngineMetrics:
@@ -171,6 +184,18 @@ class EngineMetrics:
             for name in ("num_drafts_per_pos", "num_accepted_per_pos", "acceptance_histogram"):
                 setattr(one, name, [count * rows for count in getattr(one, name)])
             stats.add(one)
+        return result
+
+    def positions(self) -> dict[str, list[PositionCounts]]:
+        """Per drafter and draft position: drafted, reached, accepted."""
+        result: dict[str, list[PositionCounts]] = {}
+        for (drafter, num_drafts, num_accepted), rows in self.verified.copy().items():
+            counts = result.setdefault(drafter, [])
+            counts.extend(PositionCounts() for _ in range(num_drafts - len(counts)))
+            for position in range(num_drafts):
+                counts[position].drafted += rows
+                counts[position].reached += rows * (num_accepted >= position)
+                counts[position].accepted += rows * (num_accepted > position)
         return result
 
     def snapshot(self) -> dict[str, float]:

@@ -1,0 +1,311 @@
+"""The routes. `build_app` makes a FastAPI application around an engine; `headway.server.serve` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from fastapi import FastAPI, Security
+from fastapi import Request as HttpRequest
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from headway import __version__
+from headway.errors import InvalidRequestError
+from headway.server import errors, openapi, protocol
+from headway.server.async_engine import AsyncEngine
+from headway.server.errors import ApiError
+from headway.server.options import ServerOptions
+from headway.server.prometheus import EngineCollector, build_registry
+from headway.server.replies import ChatReply, CompletionReply, Reply, TokenNames
+from headway.server.streaming import EventStream, closing, collect
+from headway.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from headway.engine.engine import Engine
+
+Body = TypeVar("Body", bound=protocol._Strict)
+
+LONG_TEXT = 4096           # characters from which on tokenizing leaves the loop's thread
+MAX_NUM_ERRORS = 100       # wrong fields beyond which they are only counted
+FAILURES = (400, 401, 404, 413, 415)
+
+
+def build_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
+    """An application that owns `engine`: its lifespan runs the engine's thread. `app.state.bridge` is the AsyncEngine."""
+    api = _Api(engine, options or ServerOptions())
+    app = FastAPI(
+        title="Headway",
+        version=__version__,
+        description="OpenAI-compatible API of one model, with speculative decoding.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=api.lifespan,
+        redirect_slashes=False,
+    )
+    app.state.bridge = api.bridge
+    errors.install(app)
+    _add_routes(app, api)
+    openapi.install(
+        app,
+        bodies=[protocol.CompletionRequest, protocol.ChatCompletionRequest, protocol.TokenizeRequest, protocol.DetokenizeRequest],
+        chunks=[protocol.ChatCompletionChunk],
+    )
+    return app
+
+
+def _add_routes(app: FastAPI, api: _Api) -> None:
+    secured: dict[str, Any] = {"dependencies": [Security(api.check_key)]} if api.options.api_key else {}
+    busy = (*FAILURES, 429, 500, 503)
+
+    def route(method: str, path: str, handler: Any, answer: Any, responses: dict[int | str, dict[str, Any]], **extra: Any) -> None:
+        app.add_api_route(
+            path, handler, methods=[method], response_model=answer, responses=responses, operation_id=handler.__name__, **extra
+        )
+
+    route(
+        "POST", "/v1/completions", api.create_completion, protocol.CompletionResponse,
+        openapi.failures(*busy) | openapi.event_stream(protocol.CompletionResponse),
+        openapi_extra=openapi.body(protocol.CompletionRequest), **secured,
+    )  # fmt: skip
+    route(
+        "POST", "/v1/chat/completions", api.create_chat_completion, protocol.ChatCompletionResponse,
+        openapi.failures(*busy) | openapi.event_stream(protocol.ChatCompletionChunk),
+        openapi_extra=openapi.body(protocol.ChatCompletionRequest), **secured,
+    )  # fmt: skip
+    route("GET", "/v1/models", api.list_models, protocol.ModelList, openapi.failures(401), **secured)
+    route("GET", "/v1/models/{model_id:path}", api.get_model, protocol.ModelCard, openapi.failures(401, 404), **secured)
+    route(
+        "POST", "/tokenize", api.tokenize, protocol.TokenizeResponse, openapi.failures(*FAILURES),
+        openapi_extra=openapi.body(protocol.TokenizeRequest), **secured,
+    )  # fmt: skip
+    route(
+        "POST", "/detokenize", api.detokenize, protocol.DetokenizeResponse, openapi.failures(*FAILURES),
+        openapi_extra=openapi.body(protocol.DetokenizeRequest), **secured,
+    )  # fmt: skip
+    route("GET", "/health", api.health, protocol.Health, openapi.failures(503))
+    route("GET", "/version", api.version, protocol.Version, {})
+    app.add_api_route(
+        "/metrics", api.metrics, methods=["GET"], response_class=Response, operation_id="metrics",
+        responses={200: {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )  # fmt: skip
+
+
+class _Api:
+    """The handlers and what they share."""
+
+    def __init__(self, engine: Engine, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.model = options.served_model_name or engine.config.model
+        self.created = int(time.time())
+        self.bridge = AsyncEngine(engine, max_open=engine.config.max_num_seqs + options.max_queue)
+        self.names = TokenNames(engine.tokenizer.token_text, engine.tokenizer.token_bytes)
+        speculative = engine.config.speculative
+        drafters = [speculative.method] if speculative else []
+        num_positions = speculative.num_speculative_tokens if speculative else 0
+        self.registry = build_registry(EngineCollector(engine.metrics, self.bridge, self.model, drafters, num_positions))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.bridge.start()
+        yield
+        await self.bridge.stop()
+
+    async def check_key(self, given: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))]) -> None:
+        expected = (self.options.api_key or "").encode()
+        if given is None or not hmac.compare_digest(given.credentials.encode(), expected):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    # Generation.
+
+    async def create_completion(self, http: HttpRequest) -> Response:
+        """Continues one or several prompts."""
+        body = await self._read(http, protocol.CompletionRequest)
+        params = body.sampling_params()
+        prompts = body.prompts()
+        self._check_size(len(prompts) * params.n)
+        token_ids = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        reply = CompletionReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
+        return await self._generate(http, body, token_ids, params, reply)
+
+    async def create_chat_completion(self, http: HttpRequest) -> Response:
+        """Answers a conversation."""
+        body = await self._read(http, protocol.ChatCompletionRequest)
+        params = body.sampling_params()
+        self._check_size(params.n)
+        token_ids = [await self._encode_chat(body.messages)]
+        reply = ChatReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
+        return await self._generate(http, body, token_ids, params, reply)
+
+    async def _generate(
+        self,
+        http: HttpRequest,
+        body: protocol.CompletionRequest | protocol.ChatCompletionRequest,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        reply: Reply,
+    ) -> Response:
+        requests = [
+            Request(f"{reply.id}-{position}", token_ids, params, priority=body.priority or 0)
+            for position, token_ids in enumerate(prompts)
+        ]
+        stream = await self.bridge.submit(requests)
+        if body.stream:
+            return EventStream(stream, reply)
+        async with closing(stream, http.receive):
+            deltas = await collect(stream, reply)
+        # Nobody reads the answer to a client that went away.
+        return Response(status_code=499) if deltas is None else _json(reply.whole(deltas))
+
+    def _check_size(self, num_sequences: int) -> None:
+        """Before anything is tokenized: could the queue ever hold so many?"""
+        if num_sequences > self.bridge.max_open:
+            raise InvalidRequestError(
+                f"the request asks for {num_sequences} sequences (prompts times n); at most {self.bridge.max_open} can be queued", param="n"
+            )
+
+    # The tokenizer.
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Token ids of a text or of a conversation."""
+        body = await self._read(http, protocol.TokenizeRequest)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("give exactly one of prompt and messages", param="prompt")
+        if body.prompt is not None:
+            if body.add_generation_prompt is not None:
+                raise InvalidRequestError("add_generation_prompt needs messages", param="add_generation_prompt")
+            token_ids = await self._encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        else:
+            if body.add_special_tokens is not None:
+                raise InvalidRequestError("add_special_tokens needs prompt", param="add_special_tokens")
+            assert body.messages is not None
+            token_ids = await self._encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt is not False)
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": self.engine.max_model_len,
+                "tokens": token_ids,
+                "token_strs": [self.names(token)[0] for token in token_ids] if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """The text of token ids."""
+        body = await self._read(http, protocol.DetokenizeRequest)
+        vocab_size = self.engine.tokenizer.vocab_size
+        wrong = next((token for token in body.tokens if token >= vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequestError(f"tokens holds token id {wrong}; accepted are 0 to {vocab_size - 1}", param="tokens")
+        return _json({"prompt": self.engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    async def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) < LONG_TEXT:
+            return self.engine.tokenizer.encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self.engine.tokenizer.encode, text, add_special_tokens)
+
+    async def _encode_chat(self, messages: Sequence[protocol.Message], add_generation_prompt: bool = True) -> list[int]:
+        flat = [message.flat() for message in messages]
+        if sum(len(message["content"]) for message in flat) < LONG_TEXT:
+            return self.engine.tokenizer.apply_chat_template(flat, add_generation_prompt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self.engine.tokenizer.apply_chat_template, flat, add_generation_prompt)
+
+    # About the server.
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "headway",
+            "root": self.engine.config.model,
+            "parent": None,
+            "max_model_len": self.engine.max_model_len,
+        }
+
+    async def list_models(self) -> Response:
+        """The one model that is served."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def get_model(self, model_id: str) -> Response:
+        """One model by its name."""
+        self._check_model(model_id)
+        return _json(self._card())
+
+    async def health(self) -> Response:
+        """200 while requests are taken."""
+        if self.bridge.failure is not None:
+            raise ApiError(503, "the engine has stopped", kind="server_error", code="engine_stopped")
+        if self.bridge.draining:
+            raise errors.DrainingError
+        return _json({"status": "ok"})
+
+    async def version(self) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(self) -> Response:
+        """Counters for Prometheus."""
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    # Reading requests.
+
+    async def _read(self, http: HttpRequest, model: type[Body]) -> Body:
+        """The request's body as `model`, for the served model. Raises ApiError."""
+        kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(415, f"the content type must be application/json, got {kind!r}", code="unsupported_media_type")
+        raw = await _read_bytes(http, self.options.max_body_bytes)
+        try:
+            body = model.model_validate_json(raw)
+        except ValidationError as error:
+            if error.error_count() > MAX_NUM_ERRORS:
+                raise ApiError(400, f"the body has {error.error_count()} wrong or unknown fields") from None
+            raise errors.from_validation(error.errors(include_url=False, include_input=False), model.accepted()) from None
+        self._check_model(body.model)  # type: ignore[attr-defined]
+        return body
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model:
+            raise ApiError(404, f"there is no model {name!r}; this server has {self.model!r}", param="model", code="model_not_found")
+
+
+async def _read_bytes(http: HttpRequest, limit: int) -> bytes:
+    """The whole body. Raises ApiError 413 beyond `limit` bytes, whether announced or sent in chunks.
+
+    A body that is too large is read a while longer, so that the client gets to see the answer instead of a broken connection.
+    """
+    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large", headers={"Connection": "close"})
+    length = http.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit and "expect" in http.headers:
+        raise too_large
+    size, parts = 0, []
+    async for part in http.stream():
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        elif size > 8 * limit:
+            break
+        else:
+            parts.clear()
+    if size > limit:
+        raise too_large
+    return b"".join(parts)
+
+
+def _stream_usage(body: protocol._Sampling) -> tuple[bool, bool]:
+    wanted = body.stream_options
+    return (bool(wanted.include_usage), bool(wanted.continuous_usage_stats)) if wanted is not None else (False, False)
+
+
+def _json(content: Any) -> Response:
+    return Response(json.dumps(content), media_type="application/json")

@@ -1,0 +1,287 @@
+"""The bridge between the server's event loop and the engine, which runs on a thread of its own.
+
+    loop                                  engine thread
+    submit, abort, call  -- a queue -->   between two steps
+    Stream.get          <-- one call per step, with all its deltas --   engine.step()
+
+The two threads share the interpreter lock: whatever the loop does is time the engine may wait for, so a step crosses over once, and
+nothing here is done per token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from headway.errors import InvalidRequestError, QueueFullError
+from headway.server.errors import DrainingError, EngineFailedError
+from headway.types import OutputDelta, Request
+
+logger = logging.getLogger("headway.server")
+T = TypeVar("T")
+
+IDLE_CHECK_S = 1.0   # an engine that had nothing to do for so long checks its invariants
+
+
+class EngineLike(Protocol):
+    """The part of `Engine` that this file uses."""
+
+    def add(self, request: Request) -> None: ...
+    def step(self) -> list[OutputDelta]: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    def check(self) -> None: ...
+
+
+class Stream:
+    """The deltas of some requests that were submitted together, tagged with the request's position. Loop thread only."""
+
+    def __init__(self, bridge: AsyncEngine, requests: Sequence[Request]) -> None:
+        self._bridge = bridge
+        self.requests = requests
+        self.num_open = sum(request.params.n for request in requests)
+        self.closed = False
+        self._ready: list[tuple[int, OutputDelta]] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def get(self) -> list[tuple[int, OutputDelta]]:
+        """Everything that came since the last call, waiting for at least one delta; [] once all is finished or the stream is closed.
+
+        Raises EngineFailedError when the engine gave the requests up.
+        """
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self.num_open == 0 or self.closed:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        ready, self._ready = self._ready, []
+        return ready
+
+    def close(self) -> None:
+        """Aborts what is unfinished and frees what it holds; no further deltas. Harmless when all is finished."""
+        if not self.closed:
+            self.closed = True
+            self._bridge.release(self)
+            self._wake()
+
+    def push(self, position: int, delta: OutputDelta) -> None:
+        self._ready.append((position, delta))
+        if delta.finish_reason is not None:
+            self.num_open -= 1
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncEngine:
+    """Runs an engine on its own thread. All methods belong to the loop's thread, except those that say otherwise."""
+
+    def __init__(self, engine: EngineLike, *, max_open: int) -> None:
+        """max_open: sequences that may be submitted and unfinished at a time: those that run, plus the queue."""
+        self.engine = engine
+        self.max_open = max_open
+        self.num_open = 0
+        self.num_rejected = 0
+        self.draining = False
+        self.failure: BaseException | None = None   # set once the engine is beyond repair
+        self.on_failure: Callable[[], None] = lambda: None
+        self._streams: dict[str, tuple[Stream, int]] = {}
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = False
+        self._added: dict[str, int] = {}   # engine thread: request id -> sequences not finished
+        self._thread = threading.Thread(target=self._run, name="headway-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._nothing_open = asyncio.Event()
+        self._nothing_open.set()
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Ends the thread after its current step. Streams that are still open fail."""
+        self.draining = True
+        self._fail_streams(list(self._streams), EngineFailedError("the server shut down before the request was finished"))
+        self._calls.put(self._end)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new and waits until everything open is finished, at most `timeout_s`."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._nothing_open.wait(), timeout_s)
+        except asyncio.TimeoutError:   # the builtin's alias from Python 3.11 on
+            logger.warning("%d sequences did not finish within %g s; aborting them", self.num_open, timeout_s)
+            self._fail_streams(list(self._streams), EngineFailedError("the server shut down before the request was finished"))
+
+    async def submit(self, requests: Sequence[Request]) -> Stream:
+        """Queues the requests, all or none, and returns once the engine has accepted them.
+
+        Raises InvalidRequestError, QueueFullError, DrainingError or EngineFailedError.
+        """
+        stream = Stream(self, requests)
+        if self.draining:
+            raise DrainingError
+        if stream.num_open > self.max_open:
+            raise InvalidRequestError(
+                f"the request asks for {stream.num_open} sequences (prompts times n); at most {self.max_open} fit the queue", param="n"
+            )
+        if self.num_open + stream.num_open > self.max_open:
+            self.num_rejected += 1
+            raise QueueFullError(f"the queue is full: {self.num_open} sequences are waiting or running; try again later")
+        self.num_open += stream.num_open
+        self._nothing_open.clear()
+        for position, request in enumerate(requests):
+            self._streams[request.request_id] = (stream, position)
+        try:
+            await self.call(lambda: self._add(requests))
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Runs `function` on the engine's thread between two steps and returns what it returns."""
+        if self.failure is not None:
+            raise EngineFailedError("the engine has stopped")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def run() -> None:
+            try:
+                if self.failure is not None:
+                    raise EngineFailedError("the engine has stopped")
+                result = function()
+            except BaseException as error:
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                loop.call_soon_threadsafe(settle, result, None)
+
+        self._calls.put(run)
+        return await future
+
+    def release(self, stream: Stream) -> None:
+        """Forgets a stream, aborting its requests that are not finished (`Stream.close`)."""
+        ids = [request.request_id for request in stream.requests if self._streams.pop(request.request_id, None)]
+        if ids:
+            self._calls.put(lambda: self._abort(ids))
+        self.num_open -= stream.num_open
+        stream.num_open = 0
+        if self.num_open == 0:
+            self._nothing_open.set()
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        streams = self._streams
+        for delta in deltas:
+            entry = streams.get(delta.request_id)
+            if entry is None:   # closed while the step ran
+                continue
+            stream, position = entry
+            stream.push(position, delta)
+            if delta.finish_reason is not None:
+                self.num_open -= 1
+                if stream.num_open == 0:
+                    for request in stream.requests:
+                        del streams[request.request_id]
+                if self.num_open == 0:
+                    self._nothing_open.set()
+
+    def _fail_streams(self, request_ids: Sequence[str], error: Exception) -> None:
+        for request_id in request_ids:
+            entry = self._streams.get(request_id)
+            if entry is not None:
+                entry[0].fail(error)
+                entry[0].close()
+
+    def _bury(self) -> None:
+        """The engine's thread has ended with `failure`: everything open fails, and so does what is still in the queue."""
+        self._fail_streams(list(self._streams), EngineFailedError("the engine has stopped"))
+        while not self._calls.empty():
+            self._calls.get_nowait()()
+        self.on_failure()
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_calls()
+                if self.engine.has_work():
+                    self._step()
+        except BaseException as error:
+            logger.critical("the engine has stopped", exc_info=error)
+            self.failure = error
+            self._post(self._bury)
+
+    def _take_calls(self) -> None:
+        """Runs what the loop asked for; without work, waits for it."""
+        if not self.engine.has_work():
+            self._wait_for_call()()
+        while not self._calls.empty():
+            self._calls.get_nowait()()
+
+    def _wait_for_call(self) -> Callable[[], None]:
+        try:
+            return self._calls.get(timeout=IDLE_CHECK_S)
+        except queue.Empty:
+            self.engine.check()
+            return self._calls.get()
+
+    def _step(self) -> None:
+        try:
+            deltas = self.engine.step()
+        except Exception:
+            logger.exception("a step failed; the requests it held are answered with an error")
+            failed = list(self._added)
+            self._abort(failed)
+            self.engine.check()
+            self._post(self._fail_streams, failed, EngineFailedError("the engine failed while it worked on this request"))
+            return
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._forget(delta.request_id)
+        if deltas:
+            self._post(self._deliver, deltas)
+
+    def _end(self) -> None:
+        self._stopping = True
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.add(request)
+            self._added[request.request_id] = request.params.n
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._added.pop(request_id, None)
+            self.engine.abort(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        num_left = self._added.pop(request_id) - 1
+        if num_left:
+            self._added[request_id] = num_left
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *args)

@@ -1,0 +1,109 @@
+"""Running the server as a process: load, listen, print a line to try, drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from headway.config import EngineConfig
+from headway.errors import ConfigError
+from headway.server.app import build_app
+from headway.server.options import ServerOptions
+
+logger = logging.getLogger("headway.server")
+
+# The default of 5 ms lets the loop hold the engine up in the middle of a step.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def serve(engine_config: EngineConfig, options: ServerOptions, *, progress: bool = True) -> None:
+    """Loads the engine and serves until SIGTERM or SIGINT. Raises ConfigError when it cannot listen; exits with 1 when the engine dies."""
+    listener = _bind(options.host, options.port)
+    from headway.engine.engine import Engine  # not at the top: imports torch
+
+    engine = Engine(engine_config, progress=progress)
+    gc.collect()
+    gc.freeze()   # what is loaded stays: later collections need not walk it
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    app = build_app(engine, options)
+    server = Server(app, options)
+    server.run(sockets=[listener])
+    if app.state.bridge.failure is not None:
+        raise SystemExit(1)
+
+
+class Server(uvicorn.Server):
+    """uvicorn that answers 503 while it drains, instead of closing its port at once, and then exits with 0."""
+
+    def __init__(self, app: FastAPI, options: ServerOptions) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                ws="none",
+                server_header=False,
+                timeout_keep_alive=75,   # longer than clients keep idle connections, or they meet a closed one
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self.options = options
+        self.bridge = app.state.bridge
+        self.model = options.served_model_name or self.bridge.engine.config.model
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._running_loop = asyncio.get_running_loop()
+        self.bridge.on_failure = self._stop
+        await super().startup(sockets)
+        assert sockets is not None
+        print(_hello(sockets[0], self.model, self.options), flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain. Second: stop now."""
+        self._running_loop.call_soon_threadsafe(self._on_signal, sig)
+
+    def _on_signal(self, sig: int) -> None:
+        if self._drain is not None:
+            self.force_exit = True
+            self._stop()
+            return
+        logger.warning("%s: finishing %d running sequences", signal.Signals(sig).name, self.bridge.num_open)
+        self._drain = asyncio.create_task(self._finish())
+
+    async def _finish(self) -> None:
+        await self.bridge.drain(self.options.drain_timeout_s)
+        self._stop()
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet, so that a taken port is known before a model is loaded."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+    return listener
+
+
+def _hello(listener: socket.socket, model: str, options: ServerOptions) -> str:
+    port = listener.getsockname()[1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = ' -H "Authorization: Bearer $HEADWAY_API_KEY"' if options.api_key else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
+    return f"Serving {model} at {url}/v1. Try:\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"

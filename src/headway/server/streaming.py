@@ -1,0 +1,68 @@
+"""Getting deltas out over HTTP: as server-sent events while they come, or collected. A client that goes away aborts its request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headway.server.async_engine import Stream
+from headway.server.errors import EngineFailedError, as_api_error
+from headway.server.replies import Reply
+from headway.types import OutputDelta
+
+
+@contextlib.asynccontextmanager
+async def closing(stream: Stream, receive: Receive) -> AsyncIterator[None]:
+    """Closes the stream at the end of the block, and as soon as the client disconnects."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        stream.close()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        stream.close()
+
+
+async def collect(stream: Stream, reply: Reply) -> list[list[OutputDelta]] | None:
+    """All deltas, per choice; None when the client went away first. Raises EngineFailedError."""
+    deltas: list[list[OutputDelta]] = [[] for _ in range(reply.num_choices)]
+    while ready := await stream.get():
+        for position, delta in ready:
+            deltas[reply.count(position, delta)].append(delta)
+    return None if stream.closed else deltas
+
+
+class EventStream(Response):
+    """A response that writes each step's deltas in one piece, as server-sent events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: Stream, reply: Reply) -> None:
+        self.stream = stream
+        self.reply = reply
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with closing(self.stream, receive):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                while ready := await self.stream.get():
+                    text = "".join([self.reply.chunk(position, delta) for position, delta in ready])
+                    if text:
+                        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                text = self.reply.last_chunks()
+            except EngineFailedError as error:
+                text = f"data: {json.dumps(as_api_error(error).body())}\n\ndata: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": False})
