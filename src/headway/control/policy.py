@@ -90,4 +90,4 @@ class Policy(ABC):
 
     def observe(self, feedback: Feedback) -> None:
         """After the step: what happened."""
-        return None
+        return

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.control.policy import Policy
 from headway.types import Draft
 
 Keep = Callable[[Sequence[int], int, NDArray[np.float64]], NDArray[np.bool_]]
@@ -65,26 +66,28 @@ class Drafter(ABC):
 
     def commit(self, committed: Sequence[Committed]) -> None:
         """A step ended: tokens were appended to these sequences."""
-        return None
+        return
 
     def stop(self, seq_id: int) -> None:
         """The sequence finished or was aborted: forget it. Unknown ids are fine (it may never have drafted)."""
-        return None
+        return
 
 
 def apply_keep(requests: Sequence[DraftRequest], drafts: list[Draft], keep: Keep) -> list[Draft]:
-    """Trims drafts that were made in one go (ngram, suffix) where the policy would have stopped."""
-    alive = [i for i, draft in enumerate(drafts) if draft.tokens]
-    position = 0
-    lengths = [0] * len(drafts)
-    while alive:
-        confidence = np.array(
-            [np.nan if (c := drafts[i].confidence) is None else c[position] for i in alive], dtype=np.float64
-        )
-        going = keep([requests[i].seq_id for i in alive], position, confidence)
-        alive = [i for i, on in zip(alive, going, strict=True) if on]
-        for i in alive:
-            lengths[i] = position + 1
-        position += 1
-        alive = [i for i in alive if len(drafts[i].tokens) > position]
-    return [draft.truncated(length) for draft, length in zip(drafts, lengths, strict=True)]
+    """Trims drafts that were made in one go (ngram, suffix) where the policy would have stopped: position by position it is
+    asked about the drafts that reach there and were kept so far."""
+    if getattr(keep, "__func__", None) is Policy.keep:
+        return drafts   # the base hook keeps everything
+    lengths = np.array([len(draft.tokens) for draft in drafts], dtype=np.int64)
+    kept = np.zeros_like(lengths)
+    confidence = np.full((len(drafts), int(lengths.max(initial=0))), np.nan)
+    for i, draft in enumerate(drafts):
+        if draft.confidence is not None:
+            confidence[i, : len(draft.confidence)] = draft.confidence
+    for position in range(confidence.shape[1]):
+        asked = np.flatnonzero((lengths > position) & (kept == position))
+        if len(asked) == 0:
+            break
+        going = keep([requests[i].seq_id for i in asked.tolist()], position, confidence[asked, position])
+        kept[asked[going]] = position + 1
+    return [draft.truncated(length) for draft, length in zip(drafts, kept.tolist(), strict=True)]

@@ -1,0 +1,178 @@
+"""Suffix decoding: draft what most often followed the longest match, as far as the match justifies.
+
+Two histories are searched for places where the text ended as it ends now: the sequence's own, and a bounded cache of
+past responses. For every match length m the draft starts from all places that match at least m tokens and descends to
+the most frequent next token (ties: the most recent). The path probability of a position is the product of count / total
+along the way; the path ends where it would fall below suffix_decoding_min_token_prob, and after
+suffix_decoding_max_spec_factor * m tokens. The path with the largest sum of path probabilities (the accepted tokens it
+promises) is the draft; ties go to the longer match, then to the own history.
+
+Source: Oliaro et al., "SuffixDecoding" (arXiv 2411.04975). There suffix trees hold the counts; here hash chains find the
+places, at most MAX_PLACES most recent ones per n-gram looked up. Two more differences: a draft may be as long as its match
+allows (a tree of depth 24 ends after match + draft = 24), and at the end of the own history a copy goes on with itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from headway.config import option
+from headway.drafters._ngram_index import OWN_ESCAPE, SEPARATOR, NgramIndex, acceptance
+from headway.drafters.drafter import Committed, Drafter, DraftRequest, Keep, apply_keep
+from headway.errors import ConfigError
+from headway.types import Draft
+
+ORDERS = (1, 3)           # n-grams looked up; more orders find the same places sooner, at more cost per token
+MAX_PLACES = 32
+CACHE_TOKENS = 1 << 20    # the response cache never holds more; 36 bytes each
+CACHE_ESCAPE = 5.0        # fitted like OWN_ESCAPE: what others wrote is the weaker evidence
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    tokens: list[int]
+    confidence: list[float]
+    score: float
+
+
+NO_PATH = _Path([], [], 0.0)
+
+
+class ResponseCache:
+    """The newest responses, at most `max_responses` of them and `max_tokens` (a power of two) tokens, separators included.
+
+    They lie in one ring, each followed by a separator; the newest overwrite the oldest, so memory is fixed from the start.
+    """
+
+    def __init__(self, max_responses: int, max_tokens: int = CACHE_TOKENS) -> None:
+        self.index = NgramIndex(ORDERS, window=max_tokens)
+        self.index.extend([SEPARATOR])
+        self._max_responses = max_responses
+        self._max_tokens = max_tokens
+        self._starts: deque[int] = deque()   # of each response, its leading separator included
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def add(self, response: Sequence[int]) -> None:
+        response = response[-(self._max_tokens - 2) :]
+        self._starts.append(self.index.end - 1)
+        end = self.index.end + len(response) + 1
+        while len(self._starts) > self._max_responses or end - self._starts[0] > self._max_tokens:
+            self._starts.popleft()
+        self.index.start = self._starts[0]
+        self.index.extend([*response, SEPARATOR])
+
+
+class Suffix(Drafter):
+    @dataclass(frozen=True)
+    class Options:
+        """Names and defaults are vLLM's."""
+
+        suffix_decoding_max_tree_depth: int = option(24, "longest match compared, and longest draft")
+        suffix_decoding_max_cached_requests: int = option(10000, "past responses kept, the oldest leave first; 0: none")
+        suffix_decoding_max_spec_factor: float = option(1.0, "draft at most this many tokens per matched token")
+        suffix_decoding_min_token_prob: float = option(0.1, "draft only tokens whose path is at least this probable, by counts")
+
+        def __post_init__(self) -> None:
+            for name, ok, accepted in (
+                ("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth >= 1, ">= 1"),
+                ("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests >= 0, ">= 0"),
+                ("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor >= 0.0, ">= 0"),
+                ("suffix_decoding_min_token_prob", 0.0 <= self.suffix_decoding_min_token_prob <= 1.0, "in [0, 1]"),
+            ):
+                if not ok:
+                    raise ConfigError(f"{name} must be {accepted}, got {getattr(self, name)}")
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or self.Options()
+        cached = self.options.suffix_decoding_max_cached_requests
+        self.cache = ResponseCache(cached) if cached else None
+        self._indices: dict[int, NgramIndex] = {}
+        self._committed: dict[int, Committed] = {}
+
+    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+        return apply_keep(requests, [self._draft(request) for request in requests], keep)
+
+    def commit(self, committed: Sequence[Committed]) -> None:
+        # Indexing waits for the next draft or for `stop`: a sequence that does not speculate costs nothing here.
+        for item in committed:
+            self._committed[item.seq_id] = item
+
+    def stop(self, seq_id: int) -> None:
+        self._indices.pop(seq_id, None)
+        last = self._committed.pop(seq_id, None)
+        if last is not None and self.cache is not None and len(last.token_ids) > last.num_prompt_tokens:
+            self.cache.add(last.token_ids[last.num_prompt_tokens :])
+
+    def _draft(self, request: DraftRequest) -> Draft:
+        history = request.token_ids
+        index = self._indices.get(request.seq_id)
+        if index is None or index.end > len(history):
+            index = self._indices[request.seq_id] = NgramIndex(ORDERS)
+        index.extend(history[index.end :])
+        depth = self.options.suffix_decoding_max_tree_depth
+        tail, k = history[-depth:], min(request.k, depth)
+        # The last position is no earlier place: it is the end of the text itself.
+        best = self._search(index, tail, index.end - 1, k, NO_PATH, OWN_ESCAPE)
+        if self.cache is not None:
+            best = self._search(self.cache.index, tail, self.cache.index.end, k, best, CACHE_ESCAPE)
+        return Draft(best.tokens, confidence=best.confidence)
+
+    def _search(self, index: NgramIndex, tail: list[int], before: int, k: int, best: _Path, escape: float) -> _Path:
+        """The best path that starts at a place of `index`, or `best` if none has a larger score."""
+        searched = len(tail) + 1   # match lengths from here on are done
+        for order in sorted(index.orders, reverse=True):
+            # A path's score is at most its length, and shorter matches allow shorter paths only.
+            if self._limit(searched - 1, k) <= best.score:
+                break
+            if order > len(tail):
+                continue
+            found = list(islice(index.occurrences(tail, order, before), MAX_PLACES))
+            if found:
+                places = np.array(found)
+                lengths = index.match_lengths(places, tail)
+                for matched in sorted({m for m in lengths.tolist() if order <= m < searched}, reverse=True):
+                    limit = self._limit(matched, k)
+                    if limit <= best.score:
+                        return best
+                    rows = index.continuations(places[lengths >= matched], limit)
+                    path = _descend(rows, limit, self.options.suffix_decoding_min_token_prob, matched, escape)
+                    if path.score > best.score:
+                        best = path
+            searched = order
+        return best
+
+    def _limit(self, matched: int, k: int) -> int:
+        """Longest draft that a match of `matched` tokens justifies."""
+        return int(min(k, matched * self.options.suffix_decoding_max_spec_factor + 1e-6))
+
+
+def _descend(rows: list[list[int]], length: int, floor: float, matched: int, escape: float) -> _Path:
+    """Follows the most frequent next token through `rows`, the continuations at each place, most recent first."""
+    tokens: list[int] = []
+    confidence: list[float] = []
+    probability, score = 1.0, 0.0
+    for j in range(length):
+        counts: dict[int, int] = {}
+        for row in rows:
+            counts[row[j]] = counts.get(row[j], 0) + 1
+        counts.pop(SEPARATOR, None)   # where a response ended nothing follows, but the place counts in the total
+        if not counts:
+            break
+        token = max(counts, key=counts.__getitem__)
+        count, total = counts[token], len(rows)
+        probability *= count / total
+        if probability < floor:
+            break
+        tokens.append(token)
+        confidence.append(acceptance(count, total, matched + j, escape))
+        score += probability
+        if count < total:
+            rows = [row for row in rows if row[j] == token]
+    return _Path(tokens, confidence, score)
