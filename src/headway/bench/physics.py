@@ -1,0 +1,67 @@
+"""The ceiling before the measurement: at batch 1 a plain decoding step reads every weight once.
+
+    tokens/s <= memory bandwidth / (weight bytes read per step + K/V bytes of the context)
+
+Speculation lifts the ceiling by the tokens a step writes; batching shares the weights, not the K/V.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from headway.models.attention import KVCache
+from headway.models.decoder import Decoder
+
+# Several times the last-level cache of today's servers, so that memory is measured and not cache.
+PROBE_BYTES = 1 << 29
+PROBE_REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Physics:
+    """Sizes in bytes, bandwidth in bytes per second, ceilings in tokens per second at batch 1."""
+
+    weight_bytes: int
+    bytes_per_token: int            # weights that one decoding step reads
+    kv_bytes_per_token: int         # one token of context, all layers
+    bandwidth: float
+    ceiling_empty_context: float
+    ceiling_context_1024: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        return [
+            f"weights {self.weight_bytes / 1e6:.0f} MB, read per step {self.bytes_per_token / 1e6:.0f} MB; "
+            f"K/V {self.kv_bytes_per_token / 1e3:.1f} kB per token of context",
+            f"memory bandwidth {self.bandwidth / 1e9:.1f} GB/s (measured, reading): plain decoding of one request can reach at most "
+            f"{self.ceiling_empty_context:.0f} tokens/s, {self.ceiling_context_1024:.0f} with 1,024 tokens of context",
+        ]
+
+
+def measure(model: Decoder) -> Physics:
+    """Reads the model's sizes and measures the memory; takes about a second."""
+    config = model.config
+    kv_bytes = KVCache.bytes_per_block(config, 1, model.dtype)
+    # An input table of its own is looked up row by row, not read.
+    untied_table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * model.dtype.itemsize
+    per_step = model.weight_bytes - untied_table
+    bandwidth = read_bandwidth(model.device)
+    return Physics(model.weight_bytes, per_step, kv_bytes, bandwidth, bandwidth / per_step, bandwidth / (per_step + 1024 * kv_bytes))
+
+
+def read_bandwidth(device: torch.device, num_bytes: int = PROBE_BYTES) -> float:
+    """Bytes per second of the best of a few sums over a large tensor."""
+    data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        data.sum().item()   # .item() waits for the device
+        return time.perf_counter() - start
+
+    return data.nbytes / min(seconds() for _ in range(PROBE_REPEATS))

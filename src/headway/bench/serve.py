@@ -1,0 +1,246 @@
+"""Load on a running OpenAI-compatible server: closed loop (requests in flight) or open loop (Poisson arrivals), streaming.
+
+Tokens are the server's own count (`usage`), since one streamed chunk may carry several. Acceptance comes from the counters
+vLLM publishes on /metrics and Headway publishes too, read before and after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from headway.bench.client import RequestFailed, Target, excerpt, exchange, get_json
+from headway.bench.records import LoadOptions, Record, Run, TimeShares
+from headway.bench.workloads import Prompt
+from headway.config import option
+from headway.errors import ConfigError
+from headway.types import SpecDecodeMetrics
+
+ENDPOINTS = ("completions", "chat")
+PREFIX = "vllm:spec_decode_num_"
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What is special to a server; the command-line flags are made from these fields."""
+
+    base_url: str = option("http://127.0.0.1:8000", "the server to measure")
+    endpoint: str = option("completions", "completions: prompts as token ids (text without a tokenizer); chat: messages", choices=ENDPOINTS)
+    request_rate: float | None = option(None, "open loop: requests per second, Poisson arrivals, however many are in flight")
+    api_key: str | None = option(None, "sent as a bearer token")
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in ENDPOINTS:
+            raise ConfigError(f"endpoint must be one of {', '.join(ENDPOINTS)}, got {self.endpoint!r}")
+        if self.request_rate is not None and not 0.0 < self.request_rate < float("inf"):
+            raise ConfigError(f"request_rate must be a finite number > 0, got {self.request_rate}")
+
+    def target(self) -> Target:
+        return Target.parse(self.base_url, self.api_key)
+
+
+async def served_model(target: Target) -> str:
+    """The first model the server lists. Raises ConfigError when it cannot be asked."""
+    try:
+        listed = await get_json(target, "/v1/models")
+        return str(listed["data"][0]["id"])
+    except RequestFailed as error:
+        raise ConfigError(f"the server does not answer: {error}") from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"the server lists no model: {listed!r}") from error
+
+
+def request_body(prompt: Prompt | list[int], model: str, index: int, load: LoadOptions, endpoint: str) -> bytes:
+    """The JSON body of one request. Raises ConfigError when this prompt has no form the endpoint takes."""
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": load.output_len,
+        "temperature": load.temperature,
+        "ignore_eos": load.ignore_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if load.temperature > 0:
+        body["seed"] = load.seed + index
+    if isinstance(prompt, list):
+        body["prompt"] = prompt
+    elif endpoint == "chat" and prompt.messages is not None:
+        body["messages"] = list(prompt.messages)
+    elif endpoint == "chat" and prompt.text is not None:
+        body["messages"] = [{"role": "user", "content": prompt.text}]
+    elif endpoint == "completions" and prompt.text is not None:
+        body["prompt"] = prompt.text
+    elif endpoint == "completions" and prompt.token_ids is not None:
+        body["prompt"] = list(prompt.token_ids)
+    elif endpoint == "completions":
+        raise ConfigError("completions need the model's tokenizer for chat prompts: name it with --tokenizer, or use --endpoint chat")
+    else:
+        raise ConfigError("the workload random is token ids; use --endpoint completions")
+    return json.dumps(body).encode()
+
+
+class _Answer:
+    """Collects one streamed response into a Record."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.parts: list[str] = []
+        self.counted = False
+
+    def on_event(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]":
+            return
+        try:
+            event = json.loads(payload)
+        except ValueError:
+            self.record.error = self.record.error or f"an event is not JSON: {excerpt(payload)}"
+            return
+        if "error" in event:
+            self.record.error = self.record.error or f"error in the stream: {excerpt(payload)}"
+        for choice in event.get("choices") or ():
+            text = choice.get("text") or (choice.get("delta") or {}).get("content")
+            if text:
+                self.parts.append(text)
+                self.record.first = self.record.first or now
+            if text or choice.get("finish_reason"):
+                self.record.last = now
+        if usage := event.get("usage"):
+            self.record.num_prompt_tokens = usage.get("prompt_tokens", 0)
+            self.record.num_output_tokens = usage.get("completion_tokens", 0)
+            self.counted = True
+
+    def close(self) -> None:
+        record = self.record
+        record.output = "".join(self.parts)
+        # Tokens may all decode to nothing (special tokens): then the end is the only time there is.
+        record.first = record.first or record.last
+        if record.error is None and not self.counted:
+            record.error = "the stream carried no usage, so its tokens cannot be counted"
+        if record.error is None and not record.last:
+            record.error = "the stream ended without a finish reason"
+
+
+async def _one(target: Target, path: str, body: bytes, progress: Any) -> Record:
+    record = Record(0, time.perf_counter())
+    answer = _Answer(record)
+    try:
+        status, text = await exchange(target, "POST", path, body, answer.on_event)
+        if status != 200:
+            record.error = f"status {status}: {excerpt(text)}"
+    except RequestFailed as error:
+        record.error = str(error)
+    answer.close()
+    if progress:
+        progress(1)
+    return record
+
+
+async def run(
+    prompts: Sequence[Prompt | list[int]], model: str, load: LoadOptions, serve: ServeOptions, progress: Any = None
+) -> Run:
+    """Sends every prompt and waits for every answer. Failed requests are in the records; the caller decides what they mean."""
+    target = serve.target()
+    path = "/v1/chat/completions" if serve.endpoint == "chat" else "/v1/completions"
+    bodies = [request_body(prompt, model, index, load, serve.endpoint) for index, prompt in enumerate(prompts)]
+    before = await scrape(target)
+    cpu = time.process_time()
+    if serve.request_rate is None:
+        records = await _closed_loop(target, path, bodies, load.concurrency, progress)
+    else:
+        records = await _open_loop(target, path, bodies, serve.request_rate, random.Random(load.seed), progress)
+    cpu = time.process_time() - cpu
+    return _measured(records, before, await scrape(target), cpu)
+
+
+async def warm_up(prompts: Sequence[Prompt | list[int]], model: str, load: LoadOptions, serve: ServeOptions) -> None:
+    """Raises ConfigError when a warm-up request fails: measuring would be pointless."""
+    result = await run(prompts, model, load, replace(serve, request_rate=None))
+    if result.errors:
+        raise ConfigError(f"a warm-up request failed: {result.errors[0]}")
+
+
+async def _closed_loop(target: Target, path: str, bodies: Sequence[bytes], concurrency: int, progress: Any) -> list[Record]:
+    records: dict[int, Record] = {}
+    queue = iter(enumerate(bodies))
+
+    async def worker() -> None:
+        for index, body in queue:
+            records[index] = await _one(target, path, body, progress)
+
+    await asyncio.gather(*(worker() for _ in range(min(concurrency, len(bodies)))))
+    return [records[index] for index in range(len(bodies))]
+
+
+async def _open_loop(
+    target: Target, path: str, bodies: Sequence[bytes], rate: float, rng: random.Random, progress: Any
+) -> list[Record]:
+    tasks = []
+    due = time.perf_counter()
+    for body in bodies:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.create_task(_one(target, path, body, progress)))
+        due += rng.expovariate(rate)   # from the planned time, so that a late wake-up does not lower the rate
+    return list(await asyncio.gather(*tasks))
+
+
+async def scrape(target: Target) -> dict[str, float] | None:
+    """The server's counters; None where there is no /metrics."""
+    try:
+        status, body = await exchange(target, "GET", "/metrics", timeout_s=30.0)
+    except RequestFailed:
+        return None
+    return parse_metrics(body.decode("utf-8", "replace")) if status == 200 else None
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus text -> value by name, or by name@label for the two labels that matter here; all other labels are summed over."""
+    totals: dict[str, float] = {}
+    for line in text.splitlines():
+        match = re.fullmatch(r"([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)(?:\s+\d+)?", line)
+        if match is None:
+            continue
+        name, labels, value = match.groups()
+        label = re.search(r'[{,](?:position|phase)="(\w+)"', labels or "")
+        key = f"{name}@{label[1]}" if label else name
+        try:
+            totals[key] = totals.get(key, 0.0) + float(value)
+        except ValueError:
+            continue
+    return totals
+
+
+def speculation_in(grown: Mapping[str, float]) -> SpecDecodeMetrics:
+    per_position = f"{PREFIX}accepted_tokens_per_pos_total@"
+    positions = sorted(int(key.removeprefix(per_position)) for key in grown if key.startswith(per_position))
+    counts = [round(grown[f"{per_position}{position}"]) for position in positions]
+    while counts and counts[-1] == 0:
+        counts.pop()
+    return SpecDecodeMetrics(
+        num_spec_steps=round(grown.get(f"{PREFIX}drafts_total", 0.0)),
+        num_draft_tokens=round(grown.get(f"{PREFIX}draft_tokens_total", 0.0)),
+        num_accepted_tokens=round(grown.get(f"{PREFIX}accepted_tokens_total", 0.0)),
+        num_accepted_per_pos=counts,
+    )
+
+
+def _measured(records: list[Record], before: dict[str, float] | None, after: dict[str, float] | None, cpu_s: float) -> Run:
+    grown = {key: value - (before or {}).get(key, 0.0) for key, value in (after or {}).items()}
+    speculation = speculation_in(grown)
+    rows = grown.get("headway:sampling_rows_total", 0.0)
+    result = Run(tuple(records), speculation, time_shares(grown), speculation.num_draft_tokens / rows if rows else None)
+    # What the client itself took, as a share of one core: it competes with the server when both are on one machine.
+    share = cpu_s / result.duration_s if result.duration_s > 0 else 0.0
+    return replace(result, extra={"client_cpu_share": share, "metrics_scraped": before is not None and after is not None})
+
+
+def time_shares(grown: Mapping[str, float]) -> TimeShares | None:
+    """From Headway's own counters of step time; None on other servers."""
+    seconds = [grown.get(f"headway:step_seconds_total@{phase}", 0.0) for phase in ("draft", "verify", "overhead")]
+    total = sum(seconds)
+    return TimeShares(*(part / total for part in seconds)) if total > 0.0 else None

@@ -1,0 +1,52 @@
+"""`headway bench throughput`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+
+from headway.bench.records import LoadOptions
+from headway.cli.flags import add_fields, read_fields
+from headway.cli.settings import Setting, add_engine_arguments, engine_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_load_arguments(parser)
+    add_engine_arguments(parser, skip=("seed",))   # the load's seed is the engine's
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    add_fields(parser.add_argument_group("load"), LoadOptions)
+    parser.add_argument("--output", default=None, metavar="FILE", help="write the JSON document there as well")
+
+
+def command_line(args: argparse.Namespace) -> str:
+    return shlex.join(["headway", *args.argv])
+
+
+def config_json(settings: list[Setting]) -> dict[str, object]:
+    return {setting.name: setting.value for setting in settings}
+
+
+def main(args: argparse.Namespace) -> int:
+    load = read_fields(args, LoadOptions)
+    config, settings = engine_config(args)
+
+    from headway.bench import physics, report, throughput
+
+    output = report.check_output(args.output)
+    engine, load_s = throughput.build_engine(config)
+    [prompts] = throughput.prepare(engine, load)
+    limits = physics.measure(engine.model)
+    print(f"{config.model}, {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}, ready in {load_s:.1f} s")
+    print("\n".join(limits.lines()), flush=True)
+    throughput.warm_up(engine, load)
+    with report.progress_bar("requests", len(prompts)) as advance:
+        run = throughput.run(engine, prompts, load, advance)
+    report.print_table(f"{load.workload}, {load.concurrency} in flight, {load.output_len} tokens each", {"": run})
+    result = report.document(
+        "throughput", command_line(args), **run.summary(), physics=limits.to_json(), load_s=load_s, load=dataclasses.asdict(load),
+        config=config_json(settings), dtype=str(engine.model.dtype).removeprefix("torch."), device=str(engine.model.device),
+    )
+    return report.finish(result, output)
