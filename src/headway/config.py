@@ -6,13 +6,13 @@ a drafter or a policy live in its own file (a frozen dataclass `Options`) and ar
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
 from headway import plugins
@@ -58,6 +58,10 @@ class SpeculativeConfig:
             )
         if self.rejection_sample_method not in REJECTION_METHODS:
             raise ConfigError(unknown_key("rejection_sample_method", str(self.rejection_sample_method), REJECTION_METHODS))
+        if not 0.0 <= self.typical_acceptance_threshold <= 1.0:
+            raise ConfigError(f"typical_acceptance_threshold must be in [0, 1], got {self.typical_acceptance_threshold}")
+        if not 0.0 <= self.typical_acceptance_alpha < math.inf:
+            raise ConfigError(f"typical_acceptance_alpha must be >= 0 and finite, got {self.typical_acceptance_alpha}")
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if self.rejection_sample_method == "synthetic":
             if (rates is None) == (length is None):
@@ -105,39 +109,47 @@ class SpeculativeConfig:
         method = given.pop("method", DEFAULT_METHOD)
         if not isinstance(method, str):
             raise ConfigError(f"method must be one drafter's name, got {method!r}. Accepted: {', '.join(plugins.names('drafter'))}")
-        drafter_options = _options_of(plugins.load("drafter", method))
+        drafter = plugins.load("drafter", method)
+        drafter_options = _option_types(drafter)
         policy, policy_given = _split_policy(given.pop("policy", None))
         for key, implied in POLICY_KEYS.items():
             if key in given:
                 if policy not in (None, implied):
                     raise ConfigError(f"{key} is the policy {implied!r}; it cannot be combined with the policy {policy!r}")
+                if key in policy_given:
+                    raise ConfigError(f"{key} is given twice: by itself and inside \"policy\"")
                 policy, policy_given[key] = implied, given.pop(key)
         policy = policy or "static"
-        policy_options = _options_of(plugins.load("policy", policy))
+        policy_options = _option_types(plugins.load("policy", policy))
         for key in policy_given:
             if key not in policy_options:
-                raise ConfigError(unknown_key(f"option of policy {policy!r}", key, [*policy_options, "name"]))
-        own = {f.name: f for f in fields(cls) if f.name not in ("drafter_options", "policy_options", "method", "policy")}
+                raise ConfigError(unknown_key(f"option of policy {policy!r}", str(key), [*policy_options, "name"]))
+        own = {k: hint for k, hint in _field_types(cls).items() if k not in ("drafter_options", "policy_options", "method", "policy")}
         accepted = {*own, *drafter_options, *POLICY_KEYS, "method", "policy"}
         for key in given:
             if key not in accepted:
-                raise ConfigError(unknown_key(f"key in the speculative config of method {method!r}:", key, accepted))
+                raise ConfigError(unknown_key(f"key in the speculative config of method {method!r}:", str(key), accepted))
+        if given.get("model") is not None and not drafter.takes_model:
+            raise ConfigError(f"method {method!r} has no draft model, so \"model\" cannot be given")
         given.setdefault("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS.get(method, 4))
-        return cls(
+        config = cls(
             method=method,
             policy=policy,
             **{key: _checked(key, value, own[key]) for key, value in given.items() if key in own},
             drafter_options={k: _checked(k, v, drafter_options[k]) for k, v in given.items() if k in drafter_options},
             policy_options={k: _checked(k, v, policy_options[k]) for k, v in policy_given.items()},
         )
+        for kind, name, options in (("drafter", method, config.drafter_options), ("policy", policy, config.policy_options)):
+            _options(kind, name, options)   # the ranges are checked now, not when the engine is built
+        return config
 
     def build_drafter(self) -> Any:
         """The drafter this config names (a `drafters.drafter.Drafter`)."""
-        return _build(plugins.load("drafter", self.method), self.drafter_options)
+        return _build("drafter", self.method, self.drafter_options)
 
     def build_policy(self) -> Any:
         """The policy this config names (a `control.policy.Policy`)."""
-        return _build(plugins.load("policy", self.policy), self.policy_options)
+        return _build("policy", self.policy, self.policy_options)
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,8 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = option(None, "how to speculate; None: plain decoding")
 
     def __post_init__(self) -> None:
+        for name, hint in _field_types(type(self)).items():
+            _checked(name, getattr(self, name), hint)
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len", "kv_cache_memory_bytes", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -183,26 +197,41 @@ def _split_policy(value: Any) -> tuple[str | None, dict[str, Any]]:
     raise ConfigError(f'policy must be a name or {{"name": ..., options}}, got {value!r}. Accepted: {", ".join(plugins.names("policy"))}')
 
 
-def _options_of(cls: type[Any]) -> dict[str, dataclasses.Field[Any]]:
-    options = getattr(cls, "Options", None)
-    return {f.name: f for f in fields(options)} if options is not None else {}
+def _field_types(cls: type[Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls)}
 
 
-def _build(cls: type[Any], options: Mapping[str, Any]) -> Any:
-    return cls(cls.Options(**options)) if hasattr(cls, "Options") else cls()
+def _option_types(cls: type[Any]) -> dict[str, Any]:
+    return _field_types(cls.Options) if hasattr(cls, "Options") else {}
 
 
-def _checked(key: str, value: Any, spec: dataclasses.Field[Any]) -> Any:
-    """`value` as the field's type, or ConfigError. JSON lists become tuples, ints pass for floats."""
-    hint = spec.type if not isinstance(spec.type, str) else _evaluate(spec.type)
+def _options(kind: str, name: str, given: Mapping[str, Any]) -> Any:
+    """The plugin's checked `Options`, None when it declares none."""
+    cls = plugins.load(kind, name)
+    if not hasattr(cls, "Options"):
+        return None
+    for spec in fields(cls.Options):
+        if _is_required(spec) and spec.name not in given:
+            raise ConfigError(f"{kind} {name!r} needs {spec.name}")
+    return cls.Options(**given)
+
+
+def _is_required(spec: Field[Any]) -> bool:
+    return spec.default is MISSING and spec.default_factory is MISSING
+
+
+def _build(kind: str, name: str, given: Mapping[str, Any]) -> Any:
+    cls, options = plugins.load(kind, name), _options(kind, name, given)
+    return cls() if options is None else cls(options)
+
+
+def _checked(key: str, value: Any, hint: Any) -> Any:
+    """`value` as `hint` says, or ConfigError. JSON lists become tuples, ints pass for floats."""
     ok, converted = _convert(value, hint)
     if not ok:
         raise ConfigError(f"{key} must be {_describe(hint)}, got {value!r}")
     return converted
-
-
-def _evaluate(text: str) -> Any:
-    return eval(text, {"Mapping": Mapping, "Any": Any, "Literal": Literal})
 
 
 def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
@@ -215,6 +244,8 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
         return False, None
     if hint is Any:
         return True, value
+    if origin is Literal:
+        return value in typing.get_args(hint), value
     if hint is type(None):
         return value is None, None
     if origin is tuple:
@@ -236,7 +267,14 @@ def _convert(value: Any, hint: Any) -> tuple[bool, Any]:
 
 
 def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(arm) for arm in typing.get_args(hint))
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(arm) for arm in args)
+    if origin is Literal:
+        return " or ".join(repr(arm) for arm in args)
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return f"a list, each entry {_describe(args[0])}"
+    if origin is tuple:
+        return f"[{', '.join(_describe(arm) for arm in args)}]"
     names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(hint, str(hint).replace("typing.", ""))
+    return names.get(hint) or str(getattr(hint, "__name__", hint))

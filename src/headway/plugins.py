@@ -6,65 +6,89 @@ Looked up in this order: a file in the built-in folder, an entry point (groups `
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
-from importlib.metadata import entry_points
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from headway.errors import ConfigError, unknown_key
 
+# kind -> (folder of the built-in ones, module and class of the interface)
 FOLDERS = {
-    "drafter": ("headway.drafters", "drafter", "Drafter"),
-    "policy": ("headway.control.policies", "policy", "Policy"),
+    "drafter": ("headway.drafters", "headway.drafters.drafter", "Drafter"),
+    "policy": ("headway.control.policies", "headway.control.policy", "Policy"),
 }
 
 
 def names(kind: str) -> list[str]:
     """Built-in and installed names of a kind ("drafter" or "policy"), sorted."""
+    return sorted(_built_in(kind) | set(_installed(kind)))
+
+
+def load(kind: str, name: str) -> type[Any]:
+    """The class called `name`. Raises ConfigError naming what is accepted."""
+    if ":" in name:
+        module_name, _, class_name = name.partition(":")
+        found = _import(kind, name, lambda: getattr(importlib.import_module(module_name), class_name))
+    elif name in _built_in(kind):
+        found = _only_class(kind, name)
+    elif name in (installed := _installed(kind)):
+        found = _import(kind, name, installed[name].load)
+    else:
+        raise ConfigError(unknown_key(kind, name, names(kind)) + ', or "package.module:Class"')
+    return _checked(kind, name, found)
+
+
+def _built_in(kind: str) -> set[str]:
     package, interface, _ = FOLDERS[kind]
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.submodule_search_locations is not None
     folder = Path(next(iter(spec.submodule_search_locations)))
-    found = {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and p.stem != interface}
-    return sorted(found | set(_installed(kind)))
+    return {p.stem for p in folder.glob("*.py") if not p.stem.startswith("_") and f"{package}.{p.stem}" != interface}
 
 
-def load(kind: str, name: str) -> type[Any]:
-    """The class called `name`. Raises ConfigError naming what is accepted."""
-    package, _, base_name = FOLDERS[kind]
-    if ":" in name:
-        module_name, _, class_name = name.partition(":")
-        try:
-            cls = getattr(importlib.import_module(module_name), class_name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"cannot load {kind} {name!r}: {error}") from error
-        return _checked(kind, name, cls)
-    if name in _installed(kind):
-        return _checked(kind, name, _installed(kind)[name].load())
-    if name not in names(kind):
-        raise ConfigError(unknown_key(kind, name, names(kind)) + ', or "package.module:Class"')
-    module = importlib.import_module(f"{package}.{name}")
-    own = [
-        cls for _, cls in inspect.getmembers(module, inspect.isclass)
-        if cls.__module__ == module.__name__ and base_name in (base.__name__ for base in cls.__mro__[1:])
-    ]
-    if len(own) != 1:
-        raise ConfigError(f"{module.__name__} must define exactly one {base_name}, found {len(own)}")
-    return _checked(kind, name, own[0])
-
-
-def _installed(kind: str) -> dict[str, Any]:
+def _installed(kind: str) -> dict[str, EntryPoint]:
     group = "headway.drafters" if kind == "drafter" else "headway.policies"
     return {point.name: point for point in entry_points(group=group)}
 
 
-def _checked(kind: str, name: str, cls: Any) -> type[Any]:
-    base_name = FOLDERS[kind][2]
-    if not inspect.isclass(cls) or base_name not in (base.__name__ for base in cls.__mro__):
-        raise ConfigError(f"{kind} {name!r} is not a {base_name}: {cls!r}")
-    if not getattr(cls, "name", ""):
-        setattr(cls, "name", name)  # noqa: B010 (a class attribute unknown to `type`)
-    return cast("type[Any]", cls)
+def _import(kind: str, name: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:   # whatever the module raises while it is imported
+        raise ConfigError(f"cannot load {kind} {name!r}: {type(error).__name__}: {error}") from error
+
+
+def _only_class(kind: str, name: str) -> type[Any]:
+    module = importlib.import_module(f"{FOLDERS[kind][0]}.{name}")
+    classes = [cls for _, cls in inspect.getmembers(module, inspect.isclass) if cls.__module__ == module.__name__]
+    own = [cls for cls in classes if issubclass(cls, _base(kind))]
+    if len(own) != 1:
+        raise ConfigError(f"{module.__name__} must define exactly one {FOLDERS[kind][2]}, found {len(own)}")
+    return own[0]
+
+
+def _base(kind: str) -> type[Any]:
+    _, module, name = FOLDERS[kind]
+    base: type[Any] = getattr(importlib.import_module(module), name)
+    return base
+
+
+def _checked(kind: str, name: str, found: Any) -> type[Any]:
+    base = _base(kind)
+    if not inspect.isclass(found) or not issubclass(found, base):
+        raise ConfigError(f"{kind} {name!r} is not a {base.__name__}: {found!r}")
+    cls: type[Any] = found
+    if inspect.isabstract(cls):
+        raise ConfigError(f"{kind} {name!r} does not define {', '.join(sorted(cls.__abstractmethods__))}")
+    options = getattr(cls, "Options", None)
+    if options is not None and not (inspect.isclass(options) and dataclasses.is_dataclass(options)):
+        raise ConfigError(f"{kind} {name!r}: Options must be a dataclass, got {options!r}")
+    if not vars(cls).get("name"):
+        cls.name = name
+    return cls

@@ -58,6 +58,7 @@ class Drafter(ABC):
     name: ClassVar[str] = ""
     hidden_layers: ClassVar[tuple[int, ...]] = ()   # target layers whose hidden states `commit` wants; -1: after the final norm
     own_kv: ClassVar[bool] = False                  # keeps K/V of its own, to be accounted in the KV budget
+    takes_model: ClassVar[bool] = False             # `SpeculativeConfig.model` names its network
     deterministic: ClassVar[bool] = True            # drafts are a function of the prefix (Draft.probs is None)
 
     @abstractmethod
