@@ -1,0 +1,286 @@
+"""Accept or reject drafts: the only place that decides acceptance.
+
+Four rules, chosen by the request and `rejection_sample_method`:
+
+matching      Greedy requests, and every draft that is a function of the prefix (Draft.probs is None): the target chooses its own
+              token at each position, with that position's own random number, and drafts are accepted while they are equal.
+              For a point mass q at x, rejection sampling accepts x with min(1, p(x)/q(x)) = p(x) and otherwise samples p without x,
+              rescaled. Drawing t from p and accepting when t = x does exactly that: t = x has probability p(x), and given t != x
+              it is distributed as p without x. So neither the output distribution nor the acceptance rate differs, and since t
+              is what plain decoding would have drawn, a seeded request writes the same text with speculation on and off. No lossless
+              rule accepts more: P(first i drafts kept) cannot exceed the target's probability of them, which matching attains.
+standard      Sampled drafts: accept x with min(1, p(x)/q(x)); at the first refusal sample from max(p - q, 0), rescaled
+              (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+block         Sampled drafts, judged together: the longest prefix that passes wins, even when a shorter one does not
+              (Sun et al. 2024, arXiv 2403.10444). Never accepts fewer tokens in expectation.
+lossy         `synthetic` accepts at given rates whatever the tokens are, and `lossy_typical` accepts what is likely enough
+              (Medusa, arXiv 2401.10774). Their output is not the model's: `Verifier.lossless` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.config import SpeculativeConfig
+from headway.engine.logits import Position
+from headway.engine.sampler import Purpose, Sampler, Span, draw, token_logprobs, uniforms
+from headway.types import Draft, Row, Sequence, TokenLogprobs, Verdict
+
+
+class Candidate(NamedTuple):
+    """One sequence's drafts and where its 1 + len(tokens) rows start in the step's logits."""
+
+    seq: Sequence
+    tokens: list[int]
+    probs: Tensor | None
+    offset: int
+
+
+FloatArray = NDArray[np.float64]
+Decision = tuple[int, int]   # (number of accepted drafts, the token that follows them)
+
+
+class Verifier:
+    def __init__(self, speculative: SpeculativeConfig | None, vocab_size: int, device: torch.device | str) -> None:
+        self.vocab_size = vocab_size
+        self.sampler = Sampler(vocab_size, device)
+        self.method = "standard" if speculative is None else speculative.rejection_sample_method
+        self.lossless = self.method in ("standard", "block")
+        self._rates: list[float] = []
+        self._typical = (0.0, 0.0)
+        if speculative is not None and self.method == "synthetic":
+            self._rates = conditional_rates(_marginal_rates(speculative))
+        if speculative is not None and self.method == "lossy_typical":
+            self._typical = speculative.typical_acceptance_threshold, speculative.typical_acceptance_alpha
+
+    @torch.inference_mode()
+    def verify(self, logits: Tensor, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None]) -> list[Verdict]:
+        """One verdict per row, in order. Every row must sample.
+
+        logits  [sum(1 + len(draft)), vocab], the target's, in its dtype: for each row those after its last known token, then those
+                after each of its drafts. Not changed.
+
+        Raises ValueError for drafts that are not a chain and for shapes that do not fit.
+        """
+        candidates = self._candidates(logits, rows, drafts)
+        decide = self._synthetic if self.method == "synthetic" else self._mixed
+        decisions = decide(logits, candidates)
+        verdicts = [Verdict([*c.tokens[:kept], token], kept) for c, (kept, token) in zip(candidates, decisions, strict=True)]
+        self._add_logprobs(logits, candidates, verdicts)
+        return verdicts
+
+    def _candidates(self, logits: Tensor, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None]) -> list[Candidate]:
+        out = []
+        offset = 0
+        for row, draft in zip(rows, drafts, strict=True):
+            tokens: list[int] = [] if draft is None else draft.tokens
+            probs = None if draft is None or not tokens else draft.probs
+            if draft is not None and draft.parents is not None and tuple(draft.parents) != tuple(range(-1, len(tokens) - 1)):
+                raise ValueError(f"only chains of drafts can be verified, got parents {draft.parents}")
+            if probs is not None and tuple(probs.shape) != (len(tokens), self.vocab_size):
+                raise ValueError(f"Draft.probs must be [{len(tokens)}, {self.vocab_size}], got {list(probs.shape)}")
+            out.append(Candidate(row.seq, tokens, probs, offset))
+            offset += 1 + len(tokens)
+        if tuple(logits.shape) != (offset, self.vocab_size):
+            raise ValueError(f"these rows and drafts need logits [{offset}, {self.vocab_size}], got {list(logits.shape)}")
+        return out
+
+    def _mixed(self, logits: Tensor, candidates: list[Candidate]) -> list[Decision]:
+        """Each candidate by the rule its request and draft call for."""
+        weighed = [i for i, c in enumerate(candidates) if self._is_weighed(c)]
+        if not weighed:
+            return self._matching(logits, candidates)
+        decisions: dict[int, Decision] = dict(zip(weighed, self._weighed(logits, [candidates[i] for i in weighed]), strict=True))
+        matched = [i for i in range(len(candidates)) if i not in decisions]
+        if matched:
+            chosen = [candidates[i] for i in matched]
+            rows = [c.offset + j for c in chosen for j in range(1 + len(c.tokens))]
+            decisions.update(zip(matched, self._matching(logits[rows], chosen), strict=True))
+        return [decisions[i] for i in range(len(candidates))]
+
+    def _is_weighed(self, candidate: Candidate) -> bool:
+        """Whether acceptance looks at probabilities; the rest is decided by matching tokens."""
+        if not candidate.tokens or candidate.seq.params.greedy:
+            return False
+        return candidate.probs is not None or self.method == "lossy_typical"
+
+    def _matching(self, logits: Tensor, candidates: list[Candidate]) -> list[Decision]:
+        """`logits`: the rows of these candidates only, in order."""
+        sampled = self.sampler.sample(logits, [Span(c.seq, c.tokens, 0, 1 + len(c.tokens)) for c in candidates])
+        decisions = []
+        row = 0
+        for c in candidates:
+            kept = 0
+            for token in c.tokens:
+                if token != sampled[row + kept]:
+                    break
+                kept += 1
+            decisions.append((kept, sampled[row + kept]))
+            row += 1 + len(c.tokens)
+        return decisions
+
+    def _synthetic(self, logits: Tensor, candidates: list[Candidate]) -> list[Decision]:
+        """Accept draft j, given the ones before it, with its conditional rate; the final token is the target's own."""
+        kept = []
+        for c in candidates:
+            length = min(len(c.tokens), len(self._rates))
+            numbers = uniforms([c.seq.seed] * length, len(c.seq.token_ids) + np.arange(length), Purpose.SYNTHETIC)
+            kept.append(_first_refusal(numbers < np.array(self._rates[:length])))
+        spans = [Span(c.seq, c.tokens, n, 1) for c, n in zip(candidates, kept, strict=True)]
+        rows = [c.offset + n for c, n in zip(candidates, kept, strict=True)]
+        return list(zip(kept, self.sampler.sample(logits[rows], spans), strict=True))
+
+    def _weighed(self, logits: Tensor, candidates: list[Candidate]) -> Iterator[Decision]:
+        """Decisions that need the target's probabilities, in groups that fit the sampler's workspace."""
+        group: list[Candidate] = []
+        size = 0
+        for c in candidates:
+            if group and size + 1 + len(c.tokens) > self.sampler.block_rows:
+                yield from self._weigh(logits, group)
+                group, size = [], 0
+            group.append(c)
+            size += 1 + len(c.tokens)
+        if group:
+            yield from self._weigh(logits, group)
+
+    def _weigh(self, logits: Tensor, group: list[Candidate]) -> list[Decision]:
+        targets = [(c.offset + j, Position(c.seq, c.tokens, j)) for c in group for j in range(1 + len(c.tokens))]
+        p = self.sampler.probabilities(logits, targets)
+        if self.method == "lossy_typical":
+            kept = self._typical_lengths(p, group)
+            weights = p[_judges(group, kept)]
+        else:
+            q = torch.cat([c.probs for c in group if c.probs is not None]).to(p)
+            kept, factors = _block_lengths(p, q, group) if self.method == "block" else _standard_lengths(p, q, group)
+            weights = _residuals(p, q, group, kept, factors)
+        positions = [len(c.seq.token_ids) + n for c, n in zip(group, kept, strict=True)]
+        purposes = [Purpose.TOKEN if n == len(c.tokens) else Purpose.RESIDUAL for c, n in zip(group, kept, strict=True)]
+        return list(zip(kept, draw(weights, uniforms([c.seq.seed for c in group], positions, purposes)), strict=True))
+
+    def _typical_lengths(self, p: Tensor, group: list[Candidate]) -> list[int]:
+        """Medusa's rule: keep x while p(x) > min(threshold, alpha * exp(-entropy of p))."""
+        threshold, alpha = self._typical
+        rows, tokens = _draft_rows(group, p.device)
+        likely = p[rows, tokens] > (alpha * torch.exp(-torch.special.entr(p[rows]).sum(-1))).clamp_(max=threshold)
+        return [_first_refusal(part) for part in _split(likely.cpu().numpy(), group)]
+
+    def _add_logprobs(self, logits: Tensor, candidates: list[Candidate], verdicts: list[Verdict]) -> None:
+        """Fills `Verdict.logprobs` where the request asks: each emitted token at its own position."""
+        by_count: dict[int, list[int]] = {}
+        for i, c in enumerate(candidates):
+            if c.seq.params.logprobs is not None:
+                by_count.setdefault(c.seq.params.logprobs, []).append(i)
+        for num_top, wanted in by_count.items():
+            rows = [candidates[i].offset + j for i in wanted for j in range(len(verdicts[i].tokens))]
+            found = iter(token_logprobs(logits[rows], [token for i in wanted for token in verdicts[i].tokens], num_top))
+            for i in wanted:
+                logprobs: list[TokenLogprobs] = [next(found) for _ in verdicts[i].tokens]
+                verdicts[i].logprobs = logprobs
+
+
+def conditional_rates(marginal: SequenceOf[float]) -> list[float]:
+    """P(first j drafts accepted) for j = 1, 2, ... -> P(draft j accepted | the ones before it were)."""
+    return [rate / before if before > 0.0 else 0.0 for before, rate in zip([1.0, *marginal], marginal, strict=False)]
+
+
+def _marginal_rates(speculative: SpeculativeConfig) -> tuple[float, ...]:
+    """The given rates, or those of the given mean length with the least variance: ones, one fraction, zeros (as in vLLM)."""
+    if speculative.synthetic_acceptance_rates is not None:
+        return speculative.synthetic_acceptance_rates
+    assert speculative.synthetic_acceptance_length is not None
+    accepted = speculative.synthetic_acceptance_length - 1.0
+    return tuple(min(1.0, max(0.0, accepted - j)) for j in range(speculative.num_speculative_tokens))
+
+
+def _first_refusal(accepted: NDArray[np.bool_]) -> int:
+    """How many leading entries are true."""
+    return len(accepted) if accepted.all() else int(accepted.argmin())
+
+
+def _draft_rows(group: SequenceOf[Candidate], device: torch.device) -> tuple[Tensor, Tensor]:
+    """For all drafts of a group in order: the row of the group's target distributions that judges it, and its token."""
+    rows: list[int] = []
+    start = 0
+    for c in group:
+        rows.extend(range(start, start + len(c.tokens)))
+        start += 1 + len(c.tokens)
+    tokens = [token for c in group for token in c.tokens]
+    return torch.tensor(rows, device=device), torch.tensor(tokens, device=device)
+
+
+def _judges(group: SequenceOf[Candidate], kept: SequenceOf[int]) -> list[int]:
+    """For each candidate the row of the group's target distributions that follows its first `kept` drafts."""
+    starts = np.cumsum([0] + [1 + len(c.tokens) for c in group])[:-1]
+    judges: list[int] = (starts + np.array(kept)).tolist()
+    return judges
+
+
+def _split(values: NDArray[Any], group: SequenceOf[Candidate]) -> list[NDArray[Any]]:
+    """One entry per draft -> one array per candidate."""
+    return np.split(values, np.cumsum([len(c.tokens) for c in group])[:-1])
+
+
+def _probabilities_of_drafts(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[FloatArray, FloatArray]:
+    rows, tokens = _draft_rows(group, p.device)
+    return p[rows, tokens].double().cpu().numpy(), q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double().cpu().numpy()
+
+
+def _standard_lengths(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[list[int], list[float]]:
+    """Accept x with min(1, p(x)/q(x)), up to the first refusal: (lengths, the factors of p in the residual: all 1)."""
+    target, draft = _probabilities_of_drafts(p, q, group)
+    seeds = [c.seq.seed for c in group for _ in c.tokens]
+    positions = [len(c.seq.token_ids) + j for c in group for j in range(len(c.tokens))]
+    accepted = uniforms(seeds, positions, Purpose.ACCEPT) * draft < target
+    return [_first_refusal(part) for part in _split(accepted, group)], [1.0] * len(group)
+
+
+def _block_lengths(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[list[int], list[float]]:
+    """Block verification: (lengths, the factors of p in the residual).
+
+    With w_0 = 1, w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and R_i = sum over x of max(w_i p(x | x_1..x_i) - q(x | x_1..x_i), 0), prefix i
+    passes with probability R_i / (R_i + 1 - w_i), the whole block (i = k) with w_k; the longest that passes is kept, and the next
+    token comes from max(w_i p - q, 0), rescaled. The numbers are keyed by where the block starts: one that refused position i here
+    must not be used again when the next block judges that position, for it is known to be large.
+    """
+    target, draft = _probabilities_of_drafts(p, q, group)
+    factors = [_prefix_weights(*pair) for pair in zip(_split(target, group), _split(draft, group), strict=True)]
+    rows, _ = _draft_rows(group, p.device)
+    scale = torch.tensor([w for ws in factors for w in ws[:-1]], dtype=p.dtype, device=p.device).unsqueeze(-1)
+    excess = (p[rows, : q.shape[1]] * scale).sub_(q).clamp_(min=0.0).sum(-1).double().cpu().numpy()
+    kept = []
+    for c, ws, over in zip(group, factors, _split(excess, group), strict=True):
+        k = len(c.tokens)
+        passing = [1.0 if over[i] + 1.0 - ws[i] <= 0.0 else over[i] / (over[i] + 1.0 - ws[i]) for i in range(1, k)] + [ws[k]]
+        numbers = uniforms([c.seq.seed] * k, [len(c.seq.token_ids)] * k, Purpose.BLOCK + np.arange(k))
+        kept.append(max((i for i in range(1, k + 1) if numbers[i - 1] < passing[i - 1]), default=0))
+    return kept, [ws[n] for ws, n in zip(factors, kept, strict=True)]
+
+
+def _prefix_weights(target: FloatArray, draft: FloatArray) -> list[float]:
+    """w_0 .. w_k of `_block_lengths`."""
+    weights = [1.0]
+    for p, q in zip(target.tolist(), draft.tolist(), strict=True):
+        weights.append(min(1.0, weights[-1] * p / q) if q > 0.0 else float(weights[-1] * p > 0.0))
+    return weights
+
+
+def _residuals(p: Tensor, q: Tensor, group: SequenceOf[Candidate], kept: list[int], factors: list[float]) -> Tensor:
+    """What the token after the accepted drafts is drawn from, not rescaled: max(factor * p - q, 0), or p after a whole block."""
+    lengths = np.array([len(c.tokens) for c in group])
+    weights = p[_judges(group, kept)]
+    refused = [b for b, n in enumerate(kept) if n < lengths[b]]
+    if refused:
+        ours = weights[refused, : q.shape[1]]
+        theirs = q[(np.cumsum(lengths) - lengths + kept)[refused].tolist()]
+        scale = torch.tensor([factors[b] for b in refused], dtype=p.dtype, device=p.device).unsqueeze(-1)
+        rest = (ours * scale).sub_(theirs).clamp_(min=0.0)
+        # Nothing is left only when p = q up to rounding; then p itself is the limit.
+        weights[refused, : q.shape[1]] = torch.where(rest.sum(-1, keepdim=True) > 0.0, rest, ours)
+    return weights
