@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,3 +186,12 @@ def test_parsing_a_config_does_not_import_torch() -> None:
         "c.build_drafter(); c.build_policy(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_overhead_benchmark_ends_in_one_json_document() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "drafter_overhead.py"
+    small = ["--requests", "2", "--context", "150", "--steps", "3"]
+    printed = subprocess.run([sys.executable, script, *small], check=True, capture_output=True, text=True).stdout
+    document = json.loads(printed.splitlines()[-1])
+    assert [(row["drafter"], row["text"]) for row in document["rows"]][-1] == ("suffix", "write")
+    assert all(row["mean_accepted"] <= row["mean_drafted"] <= row["k"] for row in document["rows"])
