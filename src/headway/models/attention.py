@@ -8,6 +8,8 @@ Query heads that share a KV head are folded into query rows, so a KV head's keys
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,11 +33,18 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (2 * config.num_kv_heads, num_blocks, block_size * config.head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.layers = [_zeros(shape, dtype, torch.device(device)) for _ in range(config.num_layers)]
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, pages that cost memory only once they are written: a pool is sized for the worst case."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 @dataclass(slots=True)
