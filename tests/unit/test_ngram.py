@@ -186,6 +186,16 @@ def test_match_lengths_and_continuations() -> None:
     assert index.continuations(places, 6) == [[9, 1, 2, 3, 9, 1], [3, 3, 3, 3, 3, 3], [1, 2, 3, 9, 1, 2]]
 
 
+@pytest.mark.parametrize("length", [255, 256, 257, 512, 1024])
+def test_a_match_ends_where_the_history_begins(length: int) -> None:
+    """Also when the history fills its tables exactly: before its first token there is nothing, not its last token again."""
+    history = [1, 2, *range(10, length + 5), 2, 1, 2]
+    assert len(history) == length
+    index = NgramIndex((1,))
+    index.extend(history)
+    assert index.match_lengths(np.array([1]), history[-24:]).tolist() == [2]
+
+
 def test_acceptance_grows_with_evidence() -> None:
     assert acceptance(1, 1, 1) < acceptance(1, 1, 2) < acceptance(1, 1, 24) < 1.0
     assert acceptance(1, 1, 3) < acceptance(4, 4, 3)
