@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import resource
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import headway
+from headway import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 # The instruction sets that decide how fast a matrix product or an attention kernel can be.
@@ -25,7 +28,7 @@ def describe() -> dict[str, Any]:
 
 def commit() -> dict[str, Any] | None:
     """The checkout this package runs from, and whether tracked files differ from it; None outside a checkout."""
-    folder = Path(headway.__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=20).stdout.strip()
@@ -40,7 +43,7 @@ def commit() -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    found = {"headway": headway.__version__, "python": platform.python_version()}
+    found = {"headway": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -60,6 +63,21 @@ def hardware() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": platform.platform(),
     }
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has held, since `forget_peak_memory` where the system can forget."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def forget_peak_memory() -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -17,8 +17,8 @@ from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 
 # Several times the last-level cache of today's servers, so that memory is measured and not cache.
-PROBE_BYTES = 1 << 29
-PROBE_REPEATS = 4
+PROBE_BYTES = 1 << 28
+PROBE_REPEATS = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,9 +15,6 @@ from headway.types import Request, SamplingParams, SpecDecodeMetrics
 Progress = Callable[[int], None]
 """Called with the number of requests that finished since the last call."""
 
-# Warm-up prompts come from a seed of their own: nothing measured later is in a cache because of them.
-WARMUP_SEED_OFFSET = 7919
-
 
 def build_engine(config: EngineConfig) -> tuple[Engine, float]:
     """The engine and the seconds it took until it could serve."""
@@ -29,16 +24,14 @@ def build_engine(config: EngineConfig) -> tuple[Engine, float]:
 
 
 def prepare(engine: Engine, options: LoadOptions, num_runs: int = 1) -> list[list[list[int]]]:
-    """Token ids of the prompts of each run; no prompt occurs twice."""
-    prompts = workloads.load(options.workload, options.num_prompts * num_runs, options.seed, engine.tokenizer.vocab_size)
+    """Token ids of the prompts of each run, after a warm-up with others; no prompt occurs twice."""
+    size = options.num_prompts
+    prompts, warmup = workloads.load_with_warmup(
+        options.workload, size * num_runs, options.warmup, options.seed, engine.tokenizer.vocab_size
+    )
     token_ids = [prompt.encode(engine.tokenizer) for prompt in prompts]
-    return [token_ids[run * options.num_prompts : (run + 1) * options.num_prompts] for run in range(num_runs)]
-
-
-def warm_up(engine: Engine, options: LoadOptions) -> None:
-    """Touches the code paths and shapes of the real load, with prompts of its own (code-edit, whatever the workload)."""
-    prompts = workloads.load("code-edit", options.warmup, options.seed + WARMUP_SEED_OFFSET)
-    run(engine, [prompt.encode(engine.tokenizer) for prompt in prompts], options, label="warm-up")
+    run(engine, [prompt.encode(engine.tokenizer) for prompt in warmup], options, label="warm-up")
+    return [token_ids[start : start + size] for start in range(0, size * num_runs, size)]
 
 
 def run(
@@ -97,11 +90,5 @@ def _measured(engine: Engine, before: dict[str, float], records: list[Record], s
     rows = spent["num_sampling_rows"]
     return Run(
         tuple(records), stats, shares, stats.num_draft_tokens / rows if rows else 0.0,
-        {"num_steps": int(spent["num_steps"]), "num_preemptions": int(spent["num_preemptions"]), "peak_memory_bytes": peak_memory_bytes()},
+        {"num_steps": int(spent["num_steps"]), "num_preemptions": int(spent["num_preemptions"])},
     )
-
-
-def peak_memory_bytes() -> int:
-    """The most memory this process has held so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -68,20 +68,31 @@ def load(name: str, num_prompts: int, seed: int, vocab_size: int | None = None) 
 
     vocab_size  for `random` only: ids are drawn from [0, vocab_size)
     """
-    if name.startswith("jsonl:"):
-        prompts: Iterator[Prompt] = iter(read_jsonl(Path(name.removeprefix("jsonl:"))))
-    elif name == "random":
-        if vocab_size is None:
-            raise ConfigError("the workload random needs to know the vocabulary: name a model or a tokenizer")
-        prompts = _random_ids(random.Random(seed), vocab_size)
-    elif name in GENERATORS:
-        prompts = GENERATORS[name](seed)
-    else:
-        raise ConfigError(unknown_key("workload", name, NAMES) + ", jsonl:PATH")
-    found = list(itertools.islice(prompts, num_prompts))
+    found = list(itertools.islice(_stream(name, seed, vocab_size), num_prompts))
     if len(found) < num_prompts:
         raise ConfigError(f"the workload {name} has {len(found)} different prompts, {num_prompts} were asked for (repeats included)")
     return found
+
+
+def load_with_warmup(
+    name: str, num_prompts: int, num_warmup: int, seed: int, vocab_size: int | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
+    """`load`, and prompts of the same kind that are not among them; when a file has none left, `chat` ones."""
+    prompts = load(name, num_prompts, seed, vocab_size)
+    rest = list(itertools.islice(_stream(name, seed, vocab_size), num_prompts, num_prompts + num_warmup))
+    return prompts, rest if len(rest) == num_warmup else load("chat", num_warmup, seed)
+
+
+def _stream(name: str, seed: int, vocab_size: int | None) -> Iterator[Prompt]:
+    if name.startswith("jsonl:"):
+        return iter(read_jsonl(Path(name.removeprefix("jsonl:"))))
+    if name == "random":
+        if vocab_size is None:
+            raise ConfigError("the workload random is token ids: it needs a tokenizer and the endpoint completions")
+        return _random_ids(random.Random(seed), vocab_size)
+    if name not in GENERATORS:
+        raise ConfigError(unknown_key("workload", name, NAMES) + ", jsonl:PATH")
+    return GENERATORS[name](seed)
 
 
 def read_jsonl(path: Path) -> list[Prompt]:
@@ -170,23 +181,26 @@ def _summarize(seed: int) -> Iterator[Prompt]:
     from pydoc_data.topics import topics
 
     rng = random.Random(seed)
-    passages = [passage for name in sorted(topics) for passage in _passages(topics[name])]
+    # Some topics are printed in another one as well: each passage once.
+    passages = list(dict.fromkeys(passage for name in sorted(topics) for passage in _passages(topics[name])))
     rng.shuffle(passages)
+    passages = [passage for passage in passages if len(passage) >= PROSE_CHARS // 2]
     for passage in passages:
         sentences = rng.choice(("two", "three", "four"))
         yield _ask(f"Summarize the following text in {sentences} sentences.\n\n{passage}")
 
 
 def _passages(text: str) -> Iterator[str]:
-    """Whole paragraphs, up to about PROSE_CHARS characters; the remainder of a text is dropped unless it is at least half as long."""
+    """Consecutive whole paragraphs, at most PROSE_CHARS characters together; longer paragraphs are left out."""
     held = ""
     for paragraph in text.split("\n\n"):
-        if held and len(held) + len(paragraph) > PROSE_CHARS:
+        joined = f"{held}\n\n{paragraph}" if held else paragraph
+        if len(joined) <= PROSE_CHARS:
+            held = joined
+        else:
             yield held
-            held = ""
-        held += ("\n\n" if held else "") + paragraph[:PROSE_CHARS]
-    if len(held) >= PROSE_CHARS // 2:
-        yield held
+            held = paragraph if len(paragraph) <= PROSE_CHARS else ""
+    yield held
 
 
 def _chat(seed: int) -> Iterator[Prompt]:

@@ -89,7 +89,6 @@ def _engines(args: argparse.Namespace, load: LoadOptions) -> list[Arm]:
             config = dataclasses.replace(config, gpu_memory_utilization=config.gpu_memory_utilization / 2)
         engine, _ = throughput.build_engine(config)
         prompts = throughput.prepare(engine, load, args.repeats)
-        throughput.warm_up(engine, load)
         flags = getattr(args, letter)
         arms.append(Arm(flags, partial(_run_engine, engine, prompts, load), {"flags": flags, "config": config_json(settings)}))
     return arms

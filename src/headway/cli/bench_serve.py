@@ -61,20 +61,19 @@ def prompts_for(
 ) -> tuple[list[list[ServerPrompt]], list[ServerPrompt]]:
     """(the prompts of each run, the warm-up prompts), as token ids for completions unless all of them are plain text."""
     from headway.bench import workloads
-    from headway.bench.throughput import WARMUP_SEED_OFFSET
 
     tokenizer = None
     num_prompts = load.num_prompts * num_runs
     if serve.endpoint == "completions" and (tokenizer_name is not None or not _is_plain_text(load.workload, num_prompts)):
         tokenizer = load_tokenizer(tokenizer_name or model)
-    prompts = workloads.load(load.workload, num_prompts, load.seed, tokenizer.vocab_size if tokenizer else None)
-    warmup = workloads.load("code-edit", load.warmup, load.seed + WARMUP_SEED_OFFSET)
+    vocab_size = tokenizer.vocab_size if tokenizer else None
+    prompts, warmup = workloads.load_with_warmup(load.workload, num_prompts, load.warmup, load.seed, vocab_size)
 
     def ready(prompt: Prompt) -> ServerPrompt:
         if tokenizer is not None:
             return prompt.encode(tokenizer)
         if serve.endpoint == "completions" and prompt.messages is not None:
-            return Prompt(text=str(prompt.messages[-1]["content"]))   # a warm-up prompt: the measured ones are text already
+            return Prompt(text=str(prompt.messages[-1]["content"]))   # a warm-up prompt; the measured ones are text already
         return prompt
 
     measured = [ready(prompt) for prompt in prompts]

@@ -33,20 +33,22 @@ def main(args: argparse.Namespace) -> int:
     load = read_fields(args, LoadOptions)
     config, settings = engine_config(args)
 
-    from headway.bench import physics, report, throughput
+    from headway.bench import environment, physics, report, throughput
 
     output = report.check_output(args.output)
     engine, load_s = throughput.build_engine(config)
-    [prompts] = throughput.prepare(engine, load)
+    load_peak = environment.peak_memory_bytes()
     limits = physics.measure(engine.model)
+    environment.forget_peak_memory()   # of the measurement itself
     print(f"{config.model}, {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}, ready in {load_s:.1f} s")
     print("\n".join(limits.lines()), flush=True)
-    throughput.warm_up(engine, load)
+    [prompts] = throughput.prepare(engine, load)
     with report.progress_bar("requests", len(prompts)) as advance:
         run = throughput.run(engine, prompts, load, advance)
     report.print_table(f"{load.workload}, {load.concurrency} in flight, {load.output_len} tokens each", {"": run})
     result = report.document(
-        "throughput", command_line(args), **run.summary(), physics=limits.to_json(), load_s=load_s, load=dataclasses.asdict(load),
+        "throughput", command_line(args), **run.summary(), physics=limits.to_json(), load_s=load_s,
+        peak_memory_bytes=max(load_peak, environment.peak_memory_bytes()), load=dataclasses.asdict(load),
         config=config_json(settings), dtype=str(engine.model.dtype).removeprefix("torch."), device=str(engine.model.device),
     )
     return report.finish(result, output)

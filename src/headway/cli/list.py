@@ -32,7 +32,8 @@ def main(args: argparse.Namespace) -> int:
     for entry in entries:
         print(f"{entry['name']:<{width}}  {entry['summary']}")
         for option in entry["options"]:
-            print(f"{'':<{width}}    {option['name']} = {json.dumps(option['default'])}  {option['help']}")
+            default = "(required)" if option["required"] else f"= {json.dumps(option['default'])}"
+            print(f"{'':<{width}}    {option['name']} {default}  {option['help']}")
     return 0
 
 
@@ -44,7 +45,13 @@ def _plugin(kind: str, name: str) -> dict[str, Any]:
         "name": name,
         "summary": doc.partition("\n")[0],
         "options": [
-            {"name": f.name, "type": str(f.type), "default": _default(f), "help": f.metadata.get("help", "")}
+            {
+                "name": f.name,
+                "type": str(f.type),
+                "required": f.default is f.default_factory is dataclasses.MISSING,
+                "default": _default(f),
+                "help": f.metadata.get("help", ""),
+            }
             for f in (dataclasses.fields(options) if options else ())
         ],
     }

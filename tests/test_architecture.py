@@ -1,0 +1,192 @@
+"""Imports point one way, light modules stay light, files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import headway
+
+SOURCE = Path(headway.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+
+# Room -> layer. A room may import rooms of lower layers, and itself.
+LAYERS = {
+    "errors": 1, "types": 1, "config": 1, "plugins": 1,
+    "control": 2, "native": 2,
+    "drafters": 3, "models": 3,
+    "engine": 4,
+    "llm": 5, "server": 5, "bench": 5, "tune": 5, "train": 5, "simulate": 5, "vllm": 5,
+    "cli": 6,   # a front room that may open the other front rooms' doors
+}
+# vLLM brings its own engine and models.
+FORBIDDEN = {("vllm", "engine"), ("vllm", "models")}
+# Names of the package itself that everyone may use: they import nothing.
+ROOT_NAMES = {"__version__"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+def dotted(path: Path) -> str:
+    return ".".join(("headway", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def in_rooms(*rooms: str) -> list[Path]:
+    return [path for path in FILES if room_of(path) in rooms]
+
+
+def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+
+
+def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
+    """(absolute dotted name, line) of every import of the file, those inside functions and under TYPE_CHECKING too."""
+    package = ("headway", *path.relative_to(SOURCE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(filter(None, [*package[: len(package) - node.level + 1], base]))
+            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def imported_rooms(path: Path) -> Iterator[tuple[str, int]]:
+    for name, line in imported_modules(path):
+        top, _, rest = name.partition(".")
+        if top == "headway" and rest.partition(".")[0] not in ROOT_NAMES:
+            yield rest.partition(".")[0] or "headway", line
+
+
+NOTHING_HEAVY = """
+heavy = {"torch", "transformers", "fastapi", "uvicorn", "rich"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_every_room_has_a_layer() -> None:
+    assert {room_of(path) for path in FILES} - {"__init__", "__main__"} <= LAYERS.keys()
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_imports_point_one_way(path: Path) -> None:
+    room = room_of(path)
+    if room in ("__init__", "__main__"):
+        pytest.skip("the public face may import every room")
+    wrong = [
+        f"{path.name}:{line} imports {other}"
+        for other, line in imported_rooms(path)
+        if other not in LAYERS
+        or (room, other) in FORBIDDEN
+        or (other != room and LAYERS[other] >= LAYERS[room] and LAYERS[room] > 1)
+        or (LAYERS[room] == 1 and LAYERS[other] > 1)
+    ]
+    assert not wrong
+
+
+def test_the_rule_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    file = tmp_path / "control" / "policies" / "example.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "import headway.engine.engine\nfrom headway import models, __version__\nfrom ...drafters import ngram\nfrom . import static\n"
+        "def late():\n    from headway.cli.main import main\n"
+    )
+    assert [room for room, _ in imported_rooms(file)] == ["engine", "models", "drafters", "control", "cli"]
+
+
+@pytest.mark.parametrize("path", in_rooms("errors", "types", "config", "plugins"), ids=short)
+def test_the_lowest_layer_is_standard_library(path: Path) -> None:
+    tops = {name.partition(".")[0] for name, _ in imported_modules(path)}
+    assert tops - {"headway"} <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("path", in_rooms("control"), ids=short)
+def test_control_is_standard_library_and_numpy(path: Path) -> None:
+    tops = {name.partition(".")[0] for name, _ in imported_modules(path)}
+    assert tops - {"headway", "numpy"} <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import headway",
+        f"import {', '.join(map(dotted, in_rooms('control')))}",
+        "import headway.drafters.ngram, headway.drafters.suffix",
+        "from headway.config import SpeculativeConfig; SpeculativeConfig.parse('default').build_drafter()",
+        "from headway.config import SpeculativeConfig; SpeculativeConfig.parse('ngram').build_policy()",
+        "import headway.bench.workloads, headway.bench.client, headway.bench.serve",
+    ],
+    ids=["headway", "control", "drafters", "build_drafter", "build_policy", "bench client"],
+)
+def test_light_imports_need_no_torch(code: str) -> None:
+    done = run_python(f"import sys\n{code}\n{NOTHING_HEAVY}")
+    assert done.returncode == 0, done.stderr
+
+
+HELP = """
+import sys
+from headway.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert end.code == 0, end.code
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "pull", "list", "config"],
+)
+def test_help_needs_no_torch(words: str) -> None:
+    done = run_python(HELP + NOTHING_HEAVY, *words.split(), "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: headway {words}")
+
+
+def assigned(node: ast.stmt) -> str | None:
+    """The name a top-level statement gives a value to."""
+    target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def test_files_are_small() -> None:
+    lengths = {short(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
+
+
+def test_functions_are_small() -> None:
+    long = [
+        f"{short(path)}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+@pytest.mark.parametrize("path", [path for path, tree in TREES.items() if "__all__" in map(assigned, tree.body)], ids=short)
+def test_public_names_are_sorted_and_there(path: Path) -> None:
+    module = importlib.import_module(dotted(path))
+    assert list(module.__all__) == sorted(module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+    missing = [public for public in module.__all__ if not hasattr(module, public)]
+    assert not missing
