@@ -56,6 +56,7 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
     _add_routes(app, api)
     openapi.install(
         app,
+        api.model,
         bodies=[protocol.CompletionRequest, protocol.ChatCompletionRequest, protocol.TokenizeRequest, protocol.DetokenizeRequest],
         chunks=[protocol.ChatCompletionChunk],
     )
@@ -122,7 +123,7 @@ class _Api:
 
     async def check_key(self, given: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))]) -> None:
         expected = (self.options.api_key or "").encode()
-        if given is None or not hmac.compare_digest(given.credentials.encode(), expected):
+        if given is None or not hmac.compare_digest(given.credentials.encode("latin-1"), expected):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     # Generation.
@@ -144,7 +145,11 @@ class _Api:
         self._check_size(params.n)
         token_ids = [await self._encode_chat(body.messages)]
         reply = ChatReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
-        return await self._generate(http, body, token_ids, params, reply)
+        try:
+            return await self._generate(http, body, token_ids, params, reply)
+        except InvalidRequestError as error:
+            param = "messages" if error.param == "prompt" else error.param
+            raise InvalidRequestError(str(error), param=param, code=error.code) from None
 
     async def _generate(
         self,

@@ -103,12 +103,12 @@ class AsyncEngine:
         self._stopping = False
         self._added: dict[str, int] = {}   # engine thread: request id -> sequences not finished
         self._thread = threading.Thread(target=self._run, name="headway-engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._nothing_open = asyncio.Event()
         self._nothing_open.set()
 
     def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
@@ -268,9 +268,13 @@ class AsyncEngine:
         self._stopping = True
 
     def _add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.engine.add(request)
-            self._added[request.request_id] = request.params.n
+        try:
+            for request in requests:
+                self.engine.add(request)
+                self._added[request.request_id] = request.params.n
+        except BaseException:
+            self._abort([request.request_id for request in requests])
+            raise
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -283,5 +287,5 @@ class AsyncEngine:
             self._added[request_id] = num_left
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(function, *args)
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(function, *args)

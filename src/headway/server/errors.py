@@ -93,7 +93,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], accepted: Mapping[str, 
     errors    pydantic's list of {"loc", "msg", "type", "input"}
     accepted  top-level field -> what it takes, for the fields that take one of several types ("" for the others)
     """
-    first = errors[0]
+    # A misspelt field is also a missing one; its own name says more.
+    first = next((error for error in errors if error["type"] == "extra_forbidden" and len(error["loc"]) == 1), errors[0])
     loc = [str(part) for part in first["loc"]]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from headway.errors import InvalidRequestError
 from headway.types import RequestSpeculation, SamplingParams
@@ -24,6 +24,17 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 ListOfTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
+TOKEN_ID_PATTERN = "^[0-9]{1,10}$"
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=TOKEN_ID_PATTERN)], Annotated[float, Field(ge=-100, le=100)]],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "patternProperties": {TOKEN_ID_PATTERN: {"type": "number", "minimum": -100, "maximum": 100}},
+            "additionalProperties": False,
+        }
+    ),
+]
 Unsupported = Annotated[None, Field(description="not supported; null or left out")]
 
 
@@ -62,18 +73,16 @@ class _Sampling(_Strict):
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
     stop: Text | Texts | None = Field(None, json_schema_extra=_accepts("a non-empty string, an array of non-empty strings, or null"))
-    temperature: float | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=1000)
     top_p: float | None = Field(None, gt=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="token id -> added to its logit"
-    )
+    logit_bias: LogitBias | None = Field(None, description="token id -> added to its logit")
     user: str | None = Field(None, description="the caller's own note; it has no effect")
     # vLLM's
     top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)

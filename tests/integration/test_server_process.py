@@ -1,0 +1,138 @@
+"""`headway serve` as a process: ready line, SIGTERM under load, ports that are taken."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headway.config import EngineConfig
+from headway.errors import ConfigError
+from headway.server.options import ServerOptions
+from headway.server.serve import serve
+from tests.tiny import tiny_model_dir
+
+LONG = {"prompt": "one two", "max_tokens": 600, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+class Process:
+    """A started `headway serve`, its address read from the line that it prints when it is ready."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "headway.cli.main", "serve", str(directory), "--port", "0", "--served-model-name", "tiny"]
+        memory = ["--kv-cache-memory-bytes", "32M", "--dtype", "float32"]
+        self.process = subprocess.Popen([*command, *memory, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._stderr: list[str] = []
+        self._reader = threading.Thread(target=self._read_stderr)
+        self._reader.start()
+        assert self.process.stdout is not None
+        self.hello = ""
+        while not (found := re.search(r"http://[0-9.]+:[0-9]+", self.hello)):
+            line = self.process.stdout.readline()
+            assert line, "".join(self._stderr)
+            self.hello += line
+        self.url = found[0]
+        self.hello += self.process.stdout.readline() + self.process.stdout.readline()
+
+    def _read_stderr(self) -> None:
+        assert self.process.stderr is not None
+        self._stderr.extend(self.process.stderr)
+
+    def stop(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def exit_code(self) -> int:
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        self.process.kill()   # does nothing to a process that has ended
+        self.process.wait(60)
+        self._reader.join(60)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def long_dir(tmp_path: Path) -> Path:
+    return tiny_model_dir(tmp_path, max_position_embeddings=2048)
+
+
+@pytest.fixture
+def start(long_dir: Path) -> Iterator:
+    started: list[Process] = []
+
+    def start(*flags: str) -> Process:
+        started.append(Process(long_dir, *flags))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def events(server: Process, begun: threading.Barrier) -> list[dict]:
+    found: list[dict] = []
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=120) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                found.append(json.loads(line[6:]))
+                if len(found) == 1:
+                    begun.wait(60)
+            elif line == "data: [DONE]":
+                return found
+    raise AssertionError("the stream broke off")
+
+
+def test_sigterm_under_load_completes_what_runs_and_exits_with_0(start):
+    server = start()
+    curl = server.hello
+    assert f"curl {server.url}/v1/chat/completions" in curl
+    body = json.loads(re.search(r"-d '(.*)'", curl)[1])
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body | {"max_tokens": 2}, timeout=60).status_code == 200
+    begun = threading.Barrier(5)
+    with ThreadPoolExecutor(4) as threads, httpx.Client(base_url=server.url, timeout=60) as client:
+        running = [threads.submit(events, server, begun) for _ in range(4)]
+        begun.wait(60)
+        server.stop(signal.SIGTERM)
+        statuses = {client.get("/health").status_code for _ in range(20)}
+        refused = client.post("/v1/completions", json=LONG)
+        answers = [future.result() for future in running]
+    assert 503 in statuses
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    assert {events[-1]["choices"][0]["finish_reason"] for events in answers} == {"length"}
+    assert len({"".join(event["choices"][0]["text"] for event in events) for events in answers}) == 1
+    assert server.exit_code() == 0
+    assert "Traceback" not in "".join(server._stderr)
+
+
+def test_sigint_with_a_short_drain_time_says_so_in_the_stream(start):
+    server = start("--drain-timeout-s", "0")
+    begun = threading.Barrier(2)
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(events, server, begun)
+        begun.wait(60)
+        server.stop(signal.SIGINT)
+        assert "shut down" in running.result()[-1]["error"]["message"]
+    assert server.exit_code() == 0
+
+
+def test_a_taken_port_is_an_error_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            serve(EngineConfig(model="/there/is/no/model"), ServerOptions(port=port))
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid"):
+        serve(EngineConfig(model="/there/is/no/model"), ServerOptions(host="no.such.host.invalid"))
