@@ -51,6 +51,8 @@ class Decoder:
         returns               (hidden states after the final norm [num_tokens, hidden], one tensor of that shape per asked-for layer)
         """
         heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        if plan.order is not None:
+            token_ids, positions = token_ids[plan.order], positions[plan.order]
         cos, sin = rotation(positions, self.inv_freq, self.rope_factor, self.dtype)
         x = F.embedding(token_ids, self.embedding)
         kept: dict[int, Tensor] = {}
@@ -66,9 +68,10 @@ class Decoder:
             x = layer.mlp(layer.post_norm(x), x)
             if index in hidden_layers:
                 kept[index] = x
-        x = self.norm(x)
-        kept[-1] = x
-        return x, tuple(kept[layer] for layer in hidden_layers)
+        kept[-1] = x = self.norm(x)
+        if plan.inverse is not None:
+            x, kept = x[plan.inverse], {index: tensor[plan.inverse] for index, tensor in kept.items()}
+        return x, tuple(kept[index] for index in hidden_layers)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

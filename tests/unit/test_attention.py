@@ -1,0 +1,199 @@
+"""Paged attention: any split of a sequence into rows, in any company, over any blocks, equals one pass over the whole."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway.models import attention
+from headway.models.attention import KVCache, make_plan
+from headway.models.decoder import Decoder
+from headway.models.loader import load_model
+from tests.tiny import tiny_model_dir
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Decoder:
+    return load_model(str(directory), dtype="float32", device="cpu")
+
+
+class Paged:
+    """Sequences fed to a model row by row, over blocks in random order from a cache that holds NaN."""
+
+    def __init__(self, model: Decoder, token_ids: list[list[int]], block_size: int, seed: int = 0) -> None:
+        self.model, self.token_ids, self.block_size = model, token_ids, block_size
+        per_sequence = [-(-len(ids) // block_size) for ids in token_ids]
+        blocks = list(range(sum(per_sequence) + 3))
+        random.Random(seed).shuffle(blocks)
+        self.tables = [[blocks.pop() for _ in range(count)] for count in per_sequence]
+        self.cache = KVCache(model.config, sum(per_sequence) + 3, block_size, model.dtype, model.device)
+        for layer in self.cache.layers:
+            layer.fill_(float("nan"))
+        self.done = [0] * len(token_ids)
+        self.logits: list[list[torch.Tensor]] = [[] for _ in token_ids]
+
+    def step(self, lengths: dict[int, int]) -> None:
+        """lengths: sequence -> tokens of it in this pass, in the order of the rows."""
+        rows, ids, positions = [], [], []
+        for sequence, length in lengths.items():
+            start = self.done[sequence]
+            rows.append((self.tables[sequence], start, length))
+            ids += self.token_ids[sequence][start:start + length]
+            positions += range(start, start + length)
+        plan = make_plan(rows, self.block_size, self.model.device)
+        hidden, _ = self.model.forward(torch.tensor(ids), torch.tensor(positions), plan, self.cache)
+        for (sequence, length), part in zip(lengths.items(), hidden.split(list(lengths.values())), strict=True):
+            self.done[sequence] += length
+            self.logits[sequence].append(self.model.logits(part))
+
+    def all_logits(self) -> list[torch.Tensor]:
+        return [torch.cat(parts) for parts in self.logits]
+
+
+def random_sequences(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 320, (length,), generator=generator).tolist() for length in lengths]
+
+
+def one_pass(model: Decoder, token_ids: list[int]) -> torch.Tensor:
+    paged = Paged(model, [token_ids], 64)
+    paged.step({0: len(token_ids)})
+    return paged.all_logits()[0]
+
+
+def assert_equal(paged: Paged, tolerance: float = 1e-4) -> None:
+    for ids, logits in zip(paged.token_ids, paged.all_logits(), strict=True):
+        assert (logits - one_pass(paged.model, ids)).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64])
+def test_chunks_equal_one_pass(model: Decoder, block_size: int) -> None:
+    paged = Paged(model, random_sequences([150]), block_size)
+    for length in (1, 5, 64, 17, 3, 60):
+        paged.step({0: length})
+    assert_equal(paged)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_mixed_rows_equal_one_pass(model: Decoder, seed: int) -> None:
+    """Prefill chunks, plain decodes and verifications of many sequences, in random order, in the same passes."""
+    chance = random.Random(seed)
+    lengths = [chance.choice((3, 20, 90, 300)) for _ in range(9)]
+    paged = Paged(model, random_sequences(lengths, seed), chance.choice((8, 16, 32)), seed)
+    while any(paged.done[i] < length for i, length in enumerate(lengths)):
+        running = [i for i, length in enumerate(lengths) if paged.done[i] < length and chance.random() < 0.8]
+        chance.shuffle(running)
+        step = {i: min(lengths[i] - paged.done[i], chance.choice((1, 1, 2, 5, 9, 40, 200))) for i in running}
+        if step:
+            paged.step(step)
+    assert_equal(paged)
+
+
+def test_a_long_prefill_over_a_long_context(model: Decoder) -> None:
+    paged = Paged(model, random_sequences([1000]), 16)
+    for length in (300, 513, 187):
+        paged.step({0: length})
+    assert_equal(paged)
+
+
+@pytest.mark.parametrize("window", [3, 24, 200])
+def test_a_window_is_honoured_in_every_kind_of_row(tmp_path: Path, window: int) -> None:
+    model = load_model(str(tiny_model_dir(tmp_path, "mistral", sliding_window=window)), dtype="float32", device="cpu")
+    unlimited = load_model(str(tiny_model_dir(tmp_path, "mistral")), dtype="float32", device="cpu")
+    paged = Paged(model, random_sequences([290, 40, 120]), 16)
+    paged.step({0: 180, 1: 30})
+    paged.step({2: 100, 0: 1, 1: 4})
+    paged.step({1: 6, 0: 5, 2: 1})
+    paged.step({0: 104, 2: 19})
+    assert_equal(paged)
+    assert (one_pass(model, paged.token_ids[0]) - one_pass(unlimited, paged.token_ids[0])).abs().max() > 0.1
+
+
+def test_tiles_pad_little_and_cover_every_token() -> None:
+    rows = [([0] * 40, start, length) for start, length in ((600, 1), (590, 5), (100, 1), (0, 300), (610, 17), (20, 2), (605, 1))]
+    plan = make_plan(rows, 16, "cpu")
+    assert sum(tile.tokens.stop - tile.tokens.start for tile in plan.tiles) == sum(row[2] for row in rows)
+    assert plan.order is not None
+    assert sorted(plan.order.tolist()) == list(range(sum(row[2] for row in rows)))
+    assert 1 < len(plan.tiles) < len(rows)
+
+
+def test_a_uniform_step_is_not_reordered_or_padded() -> None:
+    plan = make_plan([([i], 10, 2) for i in range(6)], 16, "cpu")
+    assert plan.order is None
+    assert len(plan.tiles) == 1
+    assert plan.tiles[0].take is None
+
+
+def test_what_a_block_held_before_does_not_matter(model: Decoder) -> None:
+    """Garbage in blocks not owned, in slots not written yet, and a NaN left in a slot that is written again."""
+    sequences = random_sequences([70, 33])
+    paged = Paged(model, sequences, 16)
+    paged.step({0: 50, 1: 20})
+    for layer in paged.cache.layers:
+        slots = layer.view(layer.shape[0], -1, model.config.head_dim)
+        for table, done in zip(paged.tables, paged.done, strict=True):
+            slots[:, table[done // 16] * 16 + done % 16] = float("nan")
+        owned = {block for table, done in zip(paged.tables, paged.done, strict=True) for block in table[:-(-done // 16)]}
+        for block in set(range(layer.shape[1])) - owned:
+            layer[:, block] = float("nan")
+    paged.step({0: 1, 1: 1})
+    paged.step({0: 19, 1: 12})
+    assert_equal(paged)
+
+
+def test_large_scores_survive_bf16() -> None:
+    """Scores of several hundred, as biases on keys make them: bf16 alone would round differences of 1 away."""
+    generator = torch.Generator().manual_seed(0)
+    q, keys, values = (torch.randn(2, n, 64, generator=generator) for n in (6, 200, 200))
+    offset = torch.randn(64, generator=generator) * 60
+    q, keys, values = (tensor.to(torch.bfloat16) for tensor in (q * 3, keys + offset, values))
+    mask = torch.zeros(1, 2, 6, 200, dtype=torch.bfloat16)
+    scores = q.double() @ keys.double().transpose(1, 2) / 8
+    assert scores.abs().max() > 300
+    expected = scores.softmax(-1) @ values.double()
+    error = (attention._attention(q, keys, values, mask).double() - expected).abs().max()
+    rounded = (scores.to(torch.bfloat16).double().softmax(-1) @ values.double() - expected).abs().max()
+    assert error < 0.05 < rounded
+
+
+def test_hidden_layers(model: Decoder) -> None:
+    paged = Paged(model, random_sequences([40, 7]), 16)
+    rows = [(paged.tables[1], 0, 7), (paged.tables[0], 0, 40)]
+    ids = torch.tensor(paged.token_ids[1] + paged.token_ids[0])
+    positions = torch.cat([torch.arange(7), torch.arange(40)])
+    plan = make_plan(rows, 16, "cpu")
+    assert plan.order is not None
+    hidden, layers = model.forward(ids, positions, plan, paged.cache, hidden_layers=(1, 0, -1))
+    assert torch.equal(layers[2], hidden)
+    assert torch.allclose(model.norm(layers[0]), hidden, atol=1e-6)
+    assert not torch.allclose(layers[1], layers[0], atol=0.1)
+    alone, (lower,) = model.forward(ids[:7], positions[:7], make_plan(rows[:1], 16, "cpu"), paged.cache, hidden_layers=(0,))
+    assert torch.allclose(alone, hidden[:7], atol=1e-5)
+    assert torch.allclose(lower, layers[1][:7], atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.2), ("float16", 0.03)])
+def test_low_precision_is_near_float32(directory: Path, model: Decoder, dtype: str, tolerance: float) -> None:
+    low = load_model(str(directory), dtype=dtype, device="cpu")
+    paged = Paged(low, random_sequences([150, 60]), 16)
+    paged.step({0: 140, 1: 50})
+    paged.step({0: 5, 1: 1})
+    paged.step({1: 9, 0: 5})
+    for ids, logits in zip(paged.token_ids, paged.all_logits(), strict=True):
+        assert logits.dtype == low.dtype
+        assert (logits.float() - one_pass(model, ids)).pow(2).mean().sqrt() < tolerance
+
+
+def test_bytes_per_block(model: Decoder) -> None:
+    cache: Any = KVCache(model.config, 10, 16, torch.float32, "cpu")
+    assert sum(layer.nbytes for layer in cache.layers) == 10 * KVCache.bytes_per_block(model.config, 16, torch.float32)
