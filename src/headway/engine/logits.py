@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headway.types import SamplingParams, Sequence
 
-CHUNK = 256                             # f32 rows are padded to a multiple of this
+CHUNK = 64                              # f32 rows are padded to a multiple of this
 ARGMAX_CHUNKS = (1024, 512, 256, 128)
 COLUMN = 16                             # tokens that share one maximum in the search for the largest probabilities
 TINY = 1e-38                            # no token is less likely and drawn: uniforms have 53 bits

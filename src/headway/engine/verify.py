@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -224,7 +225,8 @@ def _judges(group: SequenceOf[Candidate], kept: SequenceOf[int]) -> list[int]:
 
 def _split(values: NDArray[Any], group: SequenceOf[Candidate]) -> list[NDArray[Any]]:
     """One entry per draft -> one array per candidate."""
-    return np.split(values, np.cumsum([len(c.tokens) for c in group])[:-1])
+    ends = list(accumulate(len(c.tokens) for c in group))
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _probabilities_of_drafts(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[FloatArray, FloatArray]:
@@ -254,12 +256,13 @@ def _block_lengths(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[
     rows, _ = _draft_rows(group, p.device)
     scale = torch.tensor([w for ws in factors for w in ws[:-1]], dtype=p.dtype, device=p.device).unsqueeze(-1)
     excess = (p[rows, : q.shape[1]] * scale).sub_(q).clamp_(min=0.0).sum(-1).double().cpu().numpy()
+    seeds, starts = [c.seq.seed for c in group for _ in c.tokens], [len(c.seq.token_ids) for c in group for _ in c.tokens]
+    numbers = uniforms(seeds, starts, np.concatenate([Purpose.BLOCK + np.arange(len(c.tokens)) for c in group]))
     kept = []
-    for c, ws, over in zip(group, factors, _split(excess, group), strict=True):
-        k = len(c.tokens)
-        passing = [1.0 if over[i] + 1.0 - ws[i] <= 0.0 else over[i] / (over[i] + 1.0 - ws[i]) for i in range(1, k)] + [ws[k]]
-        numbers = uniforms([c.seq.seed] * k, [len(c.seq.token_ids)] * k, Purpose.BLOCK + np.arange(k))
-        kept.append(max((i for i in range(1, k + 1) if numbers[i - 1] < passing[i - 1]), default=0))
+    for ws, over, drawn in zip(factors, _split(excess, group), _split(numbers, group), strict=True):
+        rests = [(r, r + 1.0 - w) for r, w in zip(over[1:].tolist(), ws[1:], strict=False)]
+        passing = [r / scale if scale > 0.0 else 1.0 for r, scale in rests] + [ws[-1]]
+        kept.append(max((i for i, (u, h) in enumerate(zip(drawn.tolist(), passing, strict=True), 1) if u < h), default=0))
     return kept, [ws[n] for ws, n in zip(factors, kept, strict=True)]
 
 
