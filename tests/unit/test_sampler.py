@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_k above the vocabulary": {"top_k": 100_000},
     "top_p": {"top_p": 0.9},
     "tiny top_p": {"top_p": 1e-6},
+    "low top_p": {"top_p": 0.35},
     "top_p near 1": {"top_p": 0.999},
     "top_k and top_p": {"top_k": 40, "top_p": 0.7},
     "min_p and top_p": {"min_p": 0.02, "top_p": 0.9},

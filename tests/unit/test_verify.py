@@ -264,8 +264,9 @@ def test_synthetic_length_is_the_mean_with_the_least_spread() -> None:
 
 def test_synthetic_ends_with_the_targets_own_token_and_takes_shorter_drafts() -> None:
     checked = verifier("synthetic", num_speculative_tokens=3, synthetic_acceptance_rates=(1.0, 1.0, 0.0))
-    seq = TARGET.sequence(SamplingParams(temperature=0.0))
-    for tokens, kept in (([3, 3, 3], 2), ([3], 1), ([], 0)):
+    seq = TARGET.sequence(SamplingParams(temperature=0.0, presence_penalty=2.0))
+    favourite = int(TARGET.table[1].argmax())
+    for tokens, kept in (([3, 3, 3], 2), ([favourite, 1, 3], 2), ([3], 1), ([], 0)):
         draft = Draft(tokens)
         verdict = checked.verify(TARGET.logits([seq], [draft]), [row_of(seq)], [draft])[0]
         own = reference_logits(TARGET.table[(seq.token_ids + tokens[:kept])[-1]], seq, tokens[:kept]).argmax()
