@@ -264,8 +264,10 @@ def test_synthetic_length_is_the_mean_with_the_least_spread() -> None:
 
 def test_synthetic_ends_with_the_targets_own_token_and_takes_shorter_drafts() -> None:
     checked = verifier("synthetic", num_speculative_tokens=3, synthetic_acceptance_rates=(1.0, 1.0, 0.0))
-    seq = TARGET.sequence(SamplingParams(temperature=0.0, presence_penalty=2.0))
-    favourite = int(TARGET.table[1].argmax())
+    seq = TARGET.sequence(SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0))
+    # What would follow a 1, were it not penalised for being among the drafts already.
+    favourite = int(reference_logits(TARGET.table[1], seq, []).argmax())
+    assert reference_logits(TARGET.table[1], seq, [favourite, 1]).argmax() != favourite
     for tokens, kept in (([3, 3, 3], 2), ([favourite, 1, 3], 2), ([3], 1), ([], 0)):
         draft = Draft(tokens)
         verdict = checked.verify(TARGET.logits([seq], [draft]), [row_of(seq)], [draft])[0]
