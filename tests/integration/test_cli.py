@@ -189,6 +189,9 @@ def test_throughput_document(headway: Headway, tiny_dir: Path, tmp_path: Path) -
     assert result["mean_acceptance_length"] > 1.0
     assert result["mean_k"] > 0.0
     physics = result["physics"]
+    assert result["ready_s"] > 0
+    assert 0 < result["kv_cache_bytes"] <= 8 << 20
+    assert result["peak_memory_bytes"] > result["kv_cache_bytes"] + physics["weight_bytes"]
     assert physics["weight_bytes"] == physics["bytes_per_token"] > 0   # tied: the output layer reads the whole table
     assert physics["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4         # keys and values, layers, KV heads, head_dim, float32
     assert physics["ceiling_empty_context"] > physics["ceiling_context_1024"] > 0

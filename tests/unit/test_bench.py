@@ -320,6 +320,14 @@ def test_environment_is_json_and_names_the_machine() -> None:
     assert isinstance(found["hardware"]["cpu"], str)
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_the_age_of_the_process() -> None:
+    first, second = environment.seconds_since_start(), environment.seconds_since_start()
+    assert first is not None
+    assert second is not None
+    assert 0 < first <= second
+
+
 def test_peak_memory_grows_with_what_is_held() -> None:
     environment.forget_peak_memory()
     before = environment.peak_memory_bytes()

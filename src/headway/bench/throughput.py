@@ -7,20 +7,12 @@ from collections.abc import Callable, Sequence
 
 from headway.bench import workloads
 from headway.bench.records import LoadOptions, Record, Run, TimeShares
-from headway.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.errors import InvalidRequestError
 from headway.types import Request, SamplingParams, SpecDecodeMetrics
 
 Progress = Callable[[int], None]
 """Called with the number of requests that finished since the last call."""
-
-
-def build_engine(config: EngineConfig) -> tuple[Engine, float]:
-    """The engine and the seconds it took until it could serve."""
-    start = time.perf_counter()
-    engine = Engine(config, progress=True)
-    return engine, time.perf_counter() - start
 
 
 def prepare(engine: Engine, options: LoadOptions, num_runs: int = 1) -> list[list[list[int]]]:

@@ -81,13 +81,14 @@ def _engines(args: argparse.Namespace, load: LoadOptions) -> list[Arm]:
     configs = [engine_config(_arm_flags(args, letter)) for letter in "ab"]
 
     from headway.bench import throughput
+    from headway.engine.engine import Engine
 
     arms = []
     for letter, (config, settings) in zip("ab", configs, strict=True):
         if letter == "a":
             # On a GPU the first of two must leave the memory of the second.
             config = dataclasses.replace(config, gpu_memory_utilization=config.gpu_memory_utilization / 2)
-        engine, _ = throughput.build_engine(config)
+        engine = Engine(config, progress=True)
         prompts = throughput.prepare(engine, load, args.repeats)
         flags = getattr(args, letter)
         arms.append(Arm(flags, partial(_run_engine, engine, prompts, load), {"flags": flags, "config": config_json(settings)}))

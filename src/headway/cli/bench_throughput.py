@@ -34,21 +34,26 @@ def main(args: argparse.Namespace) -> int:
     config, settings = engine_config(args)
 
     from headway.bench import environment, physics, report, throughput
+    from headway.engine.engine import Engine
 
     output = report.check_output(args.output)
-    engine, load_s = throughput.build_engine(config)
+    engine = Engine(config, progress=True)
+    ready_s = environment.seconds_since_start()
     load_peak = environment.peak_memory_bytes()
     limits = physics.measure(engine.model)
     environment.forget_peak_memory()   # of the measurement itself
-    print(f"{config.model}, {str(engine.model.dtype).removeprefix('torch.')} on {engine.model.device}, ready in {load_s:.1f} s")
+    dtype = str(engine.model.dtype).removeprefix("torch.")
+    ready = f", ready {ready_s:.1f} s after the start of the process" if ready_s is not None else ""
+    print(f"{config.model}, {dtype} on {engine.model.device}{ready}")
     print("\n".join(limits.lines()), flush=True)
     [prompts] = throughput.prepare(engine, load)
     with report.progress_bar("requests", len(prompts)) as advance:
         run = throughput.run(engine, prompts, load, advance)
     report.print_table(f"{load.workload}, {load.concurrency} in flight, {load.output_len} tokens each", {"": run})
     result = report.document(
-        "throughput", command_line(args), **run.summary(), physics=limits.to_json(), load_s=load_s,
-        peak_memory_bytes=max(load_peak, environment.peak_memory_bytes()), load=dataclasses.asdict(load),
-        config=config_json(settings), dtype=str(engine.model.dtype).removeprefix("torch."), device=str(engine.model.device),
+        "throughput", command_line(args), **run.summary(), physics=limits.to_json(), ready_s=ready_s,
+        peak_memory_bytes=max(load_peak, environment.peak_memory_bytes()),
+        kv_cache_bytes=engine.scheduler.pool.num_blocks * config.block_size * limits.kv_bytes_per_token, load=dataclasses.asdict(load),
+        config=config_json(settings), dtype=dtype, device=str(engine.model.device),
     )
     return report.finish(result, output)
