@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from headway.cli import flags, main, settings
+from headway.cli import flags, generate, main, sampling, settings
 from headway.config import EngineConfig, SpeculativeConfig, option
 from headway.errors import ConfigError, ModelError
 from headway.server.options import ServerOptions
+from headway.types import SamplingParams
 
 Read = Callable[..., argparse.Namespace]
 
@@ -186,6 +187,22 @@ def test_provenance_of_the_shortcuts(read: Read) -> None:
     assert found["speculative.policy"] == found["speculative.disable_by_batch_size"] == "flag --spec-policy"
 
 
+def test_a_commands_own_defaults_are_below_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text('{"max_tokens": 7, "top_p": 0.5, "stop": ["a", "b"]}')
+    found: list[argparse.Namespace] = []
+    monkeypatch.setattr("headway.cli.generate.main", lambda args: found.append(args) or 0)
+    main.main(["generate", "-p", "x"])
+    main.main(["generate", "-p", "x", "--config", str(file)])
+    main.main(["generate", "-p", "x", "--config", str(file), "--max-tokens", "8", "--seed", "3"])
+    read = [sampling.sampling_params(args, generate.DEFAULTS) for args in found]
+    assert read == [
+        SamplingParams(max_tokens=256, temperature=0.0),
+        SamplingParams(max_tokens=7, temperature=0.0, top_p=0.5, stop=["a", "b"]),
+        SamplingParams(max_tokens=8, temperature=0.0, top_p=0.5, stop=["a", "b"], seed=3),
+    ]
+
+
 @pytest.mark.parametrize("words", [["--spec-tokens", "3"], ["-sc", "off"]])
 def test_a_speculation_flag_hides_the_files_speculation(read: Read, tmp_path: Path, words: list[str]) -> None:
     file = tmp_path / "run.json"
@@ -265,6 +282,7 @@ def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture
         ('{"dtype": 1}', "--dtype"),
         ('{"enable_prefix_caching": 1}', "true or false"),
         ('{"config": "x"}', "Accepted"),
+        ('{"json": true}', "Accepted"),
         ('{"speculative_config": {"method": "no"}}', "unknown drafter 'no'"),
     ],
 )

@@ -70,7 +70,7 @@ def _spread(key: str) -> Callable[[Mapping[str, Any]], str]:
 
 def _shares(summary: Mapping[str, Any]) -> str:
     shares = summary["time_shares"]
-    return "-" if shares is None else " / ".join(f"{shares[part]:.1%}" for part in ("draft", "verify", "overhead"))
+    return "-" if shares is None else "/".join(f"{shares[part]:.1%}" for part in ("draft", "verify", "overhead"))
 
 
 ROWS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
@@ -78,14 +78,14 @@ ROWS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
     ("requests", _number("num_requests", "{:d}")),
     ("output tokens", _number("num_output_tokens", "{:d}")),
     ("duration s", _number("duration_s", "{:.2f}")),
-    ("time to first token ms, p50 / p99", _spread("ttft_ms")),
-    ("time per output token ms, p50 / p99", _spread("tpot_ms")),
-    ("end to end ms, p50 / p99", _spread("e2el_ms")),
-    ("tokens per speculative step", _number("mean_acceptance_length", "{:.2f}")),
+    ("TTFT ms, p50 / p99", _spread("ttft_ms")),
+    ("TPOT ms, p50 / p99", _spread("tpot_ms")),
+    ("E2E ms, p50 / p99", _spread("e2el_ms")),
+    ("mean acceptance length", _number("mean_acceptance_length", "{:.2f}")),
     ("drafts accepted", _number("draft_acceptance_rate", "{:.1%}")),
-    ("accepted by position", lambda s: " ".join(f"{rate:.2f}" for rate in s["acceptance_by_position"][:8]) or "-"),
-    ("drafts per row (mean k)", _number("mean_k", "{:.2f}")),
-    ("time draft / verify / overhead", _shares),
+    ("accepted by position", lambda s: " ".join(f"{rate:.2f}" for rate in s["acceptance_by_position"][:4]) or "-"),
+    ("mean k", _number("mean_k", "{:.2f}")),
+    ("draft/verify/overhead", _shares),
 )
 
 

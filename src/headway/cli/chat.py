@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from headway.cli.generate import summary, write
-from headway.cli.sampling import add_length_and_temperature, add_sampling_arguments, sampling_params
+from headway.cli.sampling import add_sampling_arguments, sampling_params
 from headway.cli.settings import add_engine_arguments, engine_config
 from headway.cli.terminal import colored, legend
 from headway.errors import InvalidRequestError
@@ -24,19 +24,19 @@ EPILOG = """in the conversation:
 example:
   headway chat --system "You answer in one sentence."
 """
+DEFAULTS = {"max_tokens": 512, "temperature": 0.7}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", default=None, metavar="TEXT", help="the system message that opens the conversation")
     parser.add_argument("--show-drafts", action="store_true", help="mark accepted and rejected draft tokens")
-    add_length_and_temperature(parser, max_tokens=512, temperature=0.7)
     add_engine_arguments(parser)
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, DEFAULTS)
 
 
 def main(args: argparse.Namespace) -> int:
     config, _ = engine_config(args)
-    params = sampling_params(args)
+    params = sampling_params(args, DEFAULTS)
 
     from headway.engine.engine import Engine
 

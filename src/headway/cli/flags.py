@@ -45,19 +45,27 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_fields(
-    parser: argparse._ActionsContainer, cls: type[Any], *, skip: Iterable[str] = (), helps: Mapping[str, str] | None = None
+    parser: argparse._ActionsContainer,
+    cls: type[Any],
+    *,
+    skip: Iterable[str] = (),
+    helps: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """One flag per field of the dataclass `cls`. `helps` has the help of fields that carry none themselves."""
+    """One flag per field of the dataclass `cls`.
+
+    helps     help of fields that carry none themselves
+    defaults  what the help shows where a command's default is not the field's own
+    """
     hints = typing.get_type_hints(cls)
     for spec in dataclasses.fields(cls):
         if spec.name not in skip:
             text = (helps or {}).get(spec.name) or spec.metadata.get("help", "")
-            add_field(parser, spec, hints[spec.name], text)
+            add_field(parser, spec, hints[spec.name], text, (defaults or {}).get(spec.name, spec.default))
 
 
-def add_field(parser: argparse._ActionsContainer, spec: dataclasses.Field[Any], hint: Any, text: str) -> None:
-    default = spec.default if spec.default is not dataclasses.MISSING else None
-    if default not in (None, "", ()) and "default" not in text:
+def add_field(parser: argparse._ActionsContainer, spec: dataclasses.Field[Any], hint: Any, text: str, default: Any) -> None:
+    if default is not dataclasses.MISSING and default not in (None, "", ()) and "default" not in text:
         text += f" (default: {'on' if default is True else 'off' if default is False else default})"
     alias = spec.metadata.get("alias", ())
     names = [spec.name, *((alias,) if isinstance(alias, str) else alias)]
@@ -164,8 +172,9 @@ def _file_as_flags(path: Path, parser: Parser) -> list[str]:
         raise ConfigError(f"the config file {path} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(f"the config file {path} must hold one JSON object, with the names of the flags as keys")
-    flags = {name[2:]: action for action in parser._actions for name in action.option_strings if name.startswith("--")}
-    accepted = [name for name in flags if name not in ("help", "config") and not name.startswith("no-")]
+    settings = [action for action in parser._actions if action.default is argparse.SUPPRESS and action.dest not in ("help", "config_file")]
+    flags = {name[2:]: action for action in settings for name in action.option_strings if name.startswith("--")}
+    accepted = [name for name in flags if not name.startswith("no-")]
     words: list[str] = []
     for key, value in document.items():
         name = key.replace("_", "-")

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from headway.cli.sampling import add_length_and_temperature, add_sampling_arguments, sampling_params
+from headway.cli.sampling import add_sampling_arguments, sampling_params
 from headway.cli.settings import add_engine_arguments, engine_config
 from headway.cli.terminal import DraftWriter, colored, legend
 from headway.errors import ConfigError
@@ -21,20 +21,20 @@ EPILOG = """examples:
   headway generate --chat --show-drafts -p "Repeat after me, twice: the quick brown fox jumps over the lazy dog."
   cat prompt.txt | headway generate --spec-method ngram --spec-tokens 4 --max-tokens 64
 """
+DEFAULTS = {"max_tokens": 256, "temperature": 0.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", default=None, metavar="TEXT", help="the prompt; without it, standard input is read to its end")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, through the model's chat template")
     parser.add_argument("--show-drafts", action="store_true", help="mark accepted and rejected draft tokens")
-    add_length_and_temperature(parser, max_tokens=256, temperature=0.0)
     add_engine_arguments(parser)
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, DEFAULTS)
 
 
 def main(args: argparse.Namespace) -> int:
     config, _ = engine_config(args)
-    params = sampling_params(args)
+    params = sampling_params(args, DEFAULTS)
     prompt = args.prompt if args.prompt is not None else _read_stdin()
 
     from headway.engine.engine import Engine

@@ -1,9 +1,10 @@
-"""Flags of SamplingParams: vLLM's names; the commands that write text bring their own defaults for length and temperature."""
+"""Flags of SamplingParams: vLLM's names; a command may have defaults of its own for length and temperature."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from headway.cli.flags import add_fields
@@ -30,23 +31,17 @@ HELPS = {
 }
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag per field that makes sense for one continuation shown as text."""
-    skip = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in HELPS)
-    # The engine's own --seed seeds the requests that bring none: with one request, that is the same thing.
-    add_fields(parser.add_argument_group("sampling"), SamplingParams, skip=(*skip, "max_tokens", "temperature"), helps=HELPS)
+def add_sampling_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """One flag per field that makes sense for one continuation shown as text; `defaults` as in `sampling_params`."""
+    # --seed is the engine's: it seeds the requests that bring none, and with one request that is the same thing.
+    skip = [f.name for f in dataclasses.fields(SamplingParams) if f.name not in HELPS]
+    add_fields(parser.add_argument_group("sampling"), SamplingParams, skip=skip, helps=HELPS, defaults=defaults)
 
 
-def add_length_and_temperature(parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float) -> None:
-    for name, kind, metavar, default in (("max_tokens", int, "N", max_tokens), ("temperature", float, "X", temperature)):
-        flag, text = "--" + name.replace("_", "-"), f"{HELPS[name]} (default: {default})"
-        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
-
-
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Raises InvalidRequestError for a value out of range."""
+def sampling_params(args: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The flags over the command's own defaults. Raises InvalidRequestError for a value out of range."""
     names = {f.name for f in dataclasses.fields(SamplingParams)}
-    given: dict[str, Any] = {name: value for name, value in vars(args).items() if name in names}
+    given: dict[str, Any] = {**defaults, **{name: value for name, value in vars(args).items() if name in names}}
     if "logit_bias" in given:
         given["logit_bias"] = _token_ids(given["logit_bias"])
     return SamplingParams(**given)
