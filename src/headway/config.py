@@ -163,7 +163,7 @@ class EngineConfig:
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens")
     max_num_seqs: int = option(64, "sequences that may run in one step")
     max_num_batched_tokens: int = option(512, "known tokens in one step: decodes first, then prefill chunks")
-    block_size: int = option(16, "tokens per K/V block")
+    block_size: int = option(64, "tokens per K/V block")
     kv_cache_memory_bytes: int | None = option(None, "size of the K/V pool; default: from free memory")
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights and K/V pool (CUDA only)")
     enable_prefix_caching: bool = option(True, "reuse K/V blocks of equal prefixes")

@@ -43,14 +43,17 @@ def engine(request: pytest.FixtureRequest, drafter: str, model_dir: Path) -> Eng
     return build(model_dir, SpeculativeConfig.parse({"method": drafter, "num_speculative_tokens": 4, "policy": policy}))
 
 
-def build(model_dir: Path, speculative: SpeculativeConfig | None, **options: int) -> Engine:
-    return Engine(EngineConfig(model=str(model_dir), dtype="float32", device="cpu", max_model_len=256, speculative=speculative, **options))
+def build(model_dir: Path, speculative: SpeculativeConfig | None) -> Engine:
+    shape = {"max_model_len": 256, "block_size": 16}
+    return Engine(EngineConfig(model=str(model_dir), dtype="float32", device="cpu", speculative=speculative, **shape))
 
 
 def make_requests(sampled: bool) -> list[Request]:
     """Prompts that repeat themselves, so that drafts are made and some of them hold."""
     params = [
-        SamplingParams(temperature=0.7 if sampled else 0.0, seed=1000 + i, top_p=0.95 if i % 2 else 1.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+        SamplingParams(
+            temperature=0.7 if sampled else 0.0, seed=1000 + i, top_p=0.95 if i % 2 else 1.0, max_tokens=OUTPUT_LEN, ignore_eos=True
+        )
         for i in range(NUM_REQUESTS)
     ]
     prompts = [([5 + i, 6, 7, 8 + i, 9] * 9)[: 20 + 5 * i] for i in range(NUM_REQUESTS)]

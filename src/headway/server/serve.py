@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import uvicorn
@@ -29,7 +30,10 @@ def serve(engine_config: EngineConfig, options: ServerOptions, *, progress: bool
     listener = _bind(options.host, options.port)
     from headway.engine.engine import Engine  # not at the top: imports torch
 
-    engine = Engine(engine_config, progress=progress)
+    # Loading on a thread that ends lets its OpenMP workers end, too. Were they the main thread's, they would stay beside those
+    # of the engine's thread: with more workers than cores OpenMP stops spinning, and each of a step's 300 parallel regions waits to be woken.
+    with ThreadPoolExecutor(1) as loader:
+        engine = loader.submit(Engine, engine_config, progress=progress).result()
     gc.collect()
     gc.freeze()   # what is loaded stays: later collections need not walk it
     sys.setswitchinterval(SWITCH_INTERVAL_S)
