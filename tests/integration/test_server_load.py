@@ -72,6 +72,16 @@ def test_a_client_that_goes_away_frees_its_blocks(server: LiveServer, stream: bo
     assert server.engine.metrics.finished["abort"] == aborted + 5
 
 
+def test_leaving_in_the_middle_of_a_body(server: LiveServer, caplog):
+    host, port = server.url.removeprefix("http://").split(":")
+    for sent in (b"", b'{"prompt": '):
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+            connection.sendall(head + sent)
+    assert server.client.get("/health").status_code == 200
+    assert not caplog.records
+
+
 def test_leaving_while_waiting_in_the_queue(make_server):
     server = make_server(max_num_seqs=1)
     long = {"prompt": "first", "max_tokens": 200, "temperature": 0, "ignore_eos": True}

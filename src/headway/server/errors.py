@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from headway.errors import InvalidRequestError, QueueFullError
@@ -63,6 +64,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=RETRY_AFTER)
     if isinstance(error, DrainingError):
         return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down", headers=RETRY_AFTER)
+    if isinstance(error, ClientDisconnect):   # in the middle of its body: nobody reads this
+        return ApiError(400, "the body is incomplete")
     if isinstance(error, HTTPException):
         name = HTTPStatus(error.status_code).phrase
         code = name.lower().replace(" ", "_")
@@ -83,7 +86,8 @@ def install(app: FastAPI) -> None:
             return ApiError(404, f"there is nothing at {request.url.path}.{hint}", code="not_found").response()
         return as_api_error(error).response()
 
-    for kind in (ApiError, HTTPException, InvalidRequestError, QueueFullError, DrainingError, EngineFailedError, Exception):
+    known = (ApiError, HTTPException, InvalidRequestError, QueueFullError, DrainingError, EngineFailedError, ClientDisconnect)
+    for kind in (*known, Exception):
         app.add_exception_handler(kind, answer)
 
 
