@@ -30,7 +30,7 @@ Row = tuple[list[int], int, int]
 CHUNK = 128
 """Query tokens of one row attended at a time: a later chunk of a prefill reads more context, an earlier one skips it."""
 
-TILE_TOKENS = 8192
+TILE_TOKENS = 12288
 """Context tokens gathered at a time (3 to 8 MB of keys and values for models of 0.1 to 1 billion parameters): stays in cache."""
 
 TILE_OVERHEAD = 600.0
