@@ -121,7 +121,7 @@ def main() -> None:
             server.signal(signal.SIGKILL)
     document = {
         "benchmark": "against_vllm", "spec": options.spec, "ready_s": {"vllm": vllm.ready_s, "headway": headway.ready_s}, "cells": cells,
-        "command": " ".join(["python", "benchmarks/against_vllm.py", *(Path(word).name if word == options.vllm else word for word in sys.argv[1:])]),
+        "command": " ".join(["benchmarks/against_vllm.py", *(Path(word).name if "/bin/" in word else word for word in sys.argv[1:])]),
         **describe(),
     }  # fmt: skip
     options.output.parent.mkdir(exist_ok=True)
