@@ -101,7 +101,7 @@ class LLM:
         Raises InvalidRequestError before anything runs when one of them cannot be served.
         """
         if isinstance(prompts, (str, Mapping)) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+            prompts = [prompts]
         requests = [self._request(prompt, params) for prompt, params in self._paired(prompts, sampling_params)]
         return self._run(requests, use_tqdm)
 
@@ -144,18 +144,19 @@ class LLM:
         return zip(prompts, params, strict=True)
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        given: Any = prompt
         text: str | None = None
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                text, prompt = prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            elif "prompt" in prompt:
-                prompt = prompt["prompt"]
+        if isinstance(given, Mapping):
+            if "prompt_token_ids" in given:
+                text, given = given.get("prompt"), list(given["prompt_token_ids"])
+            elif "prompt" in given:
+                given = given["prompt"]
             else:
-                raise InvalidRequestError(f'a prompt mapping needs "prompt" or "prompt_token_ids", got {sorted(prompt)}', param="prompt")
-        if isinstance(prompt, str):
-            text, token_ids = prompt, self.engine.tokenizer.encode(prompt)
+                raise InvalidRequestError(f'a prompt mapping needs "prompt" or "prompt_token_ids", got {sorted(given)}', param="prompt")
+        if isinstance(given, str):
+            text, token_ids = given, self.engine.tokenizer.encode(given)
         else:
-            token_ids = list(prompt)
+            token_ids = list(given)
         return Request(str(next(self._request_ids)), token_ids, params, text)
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
@@ -196,7 +197,7 @@ class _Gather:
             one.logprobs += [self._candidates(entry) for entry in delta.logprobs]
             one.cumulative_logprob = (one.cumulative_logprob or 0.0) + sum(entry.logprob for entry in delta.logprobs)
         if delta.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [entry and self._candidates(entry) for entry in delta.prompt_logprobs]
+            self.output.prompt_logprobs = [self._candidates(entry) if entry else None for entry in delta.prompt_logprobs]
         self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.num_cached)
         one.finish_reason, one.stop_reason, one.spec_decode_metrics = delta.finish_reason, delta.stop_reason, delta.stats
         self.output.finished = all(output.finished() for output in self.output.outputs)

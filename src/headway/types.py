@@ -84,6 +84,7 @@ class SamplingParams:
         check(self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "in [0, 20] or None")
         check(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "in [0, 20] or None")
         check("" not in self.stop_strings, "stop", "non-empty strings")
+        check(all(math.isfinite(bias) for bias in (self.logit_bias or {}).values()), "logit_bias", "finite numbers by token id")
 
     @property
     def greedy(self) -> bool:

@@ -22,7 +22,7 @@ class Tokenizer:
         from transformers import AutoTokenizer  # seconds to import: only when a model is really loaded
 
         try:
-            self._hf = AutoTokenizer.from_pretrained(str(directory))
+            self._hf: Any = AutoTokenizer.from_pretrained(str(directory))
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(f"no usable tokenizer in {directory}: {error}") from error
         if not getattr(self._hf, "is_fast", False):
@@ -36,7 +36,8 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._hf.eos_token_id
+        eos: int | None = self._hf.eos_token_id
+        return eos
 
     @property
     def has_chat_template(self) -> bool:
