@@ -61,7 +61,7 @@ def test_config_resolves_what_model_and_machine_decide(headway: Headway, tiny_di
     assert settings["kv_cache_memory_bytes"]["source"] == "machine"
     assert settings["kv_cache_memory_bytes"]["value"] > 0
     assert settings["device"]["source"] == settings["num_threads"]["source"] == "machine"
-    assert settings["block_size"] == {"value": 16, "source": "default"}
+    assert settings["block_size"] == {"value": 64, "source": "default"}
     assert settings["speculative.method"] == {"value": "suffix", "source": "default"}
     assert settings["server.port"] == {"value": 0, "source": "flag --port"}
 

@@ -184,7 +184,7 @@ def test_cached_tokens(server):
     prompt = "a prompt that fills several blocks of the cache, twice over: " * 2
     for _ in range(2):
         usage = server.complete(prompt=prompt, max_tokens=2)["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == (len(prompt) - 1) // 16 * 16
+    assert usage["prompt_tokens_details"]["cached_tokens"] == (len(prompt) - 1) // 64 * 64 > 0
 
 
 def test_models(client):

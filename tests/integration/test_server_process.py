@@ -106,10 +106,10 @@ def test_sigterm_under_load_completes_what_runs_and_exits_with_0(start):
         running = [threads.submit(events, server, begun) for _ in range(4)]
         begun.wait(60)
         server.stop(signal.SIGTERM)
-        statuses = {client.get("/health").status_code for _ in range(20)}
+        draining = any(client.get("/health").status_code == 503 for _ in range(20))
         refused = client.post("/v1/completions", json=LONG)
         answers = [future.result() for future in running]
-    assert 503 in statuses
+    assert draining
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "shutting_down"
     assert {events[-1]["choices"][0]["finish_reason"] for events in answers} == {"length"}
