@@ -22,7 +22,7 @@ from headway.server.options import ServerOptions
 from headway.server.serve import serve
 from tests.tiny import tiny_model_dir
 
-LONG = {"prompt": "one two", "max_tokens": 600, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "one two", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 class Process:
