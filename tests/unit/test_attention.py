@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.models import attention
+from headway.models import attention, attention_cuda
 from headway.models.attention import KVCache, make_plan
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
@@ -197,3 +197,28 @@ def test_low_precision_is_near_float32(directory: Path, model: Decoder, dtype: s
 def test_bytes_per_block(model: Decoder) -> None:
     cache: Any = KVCache(model.config, 10, 16, torch.float32, "cpu")
     assert sum(layer.nbytes for layer in cache.layers) == 10 * KVCache.bytes_per_block(model.config, 16, torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_pages_as_a_ragged_kernel_sees_them(window: int | None) -> None:
+    """The arguments that paged GPU kernels get, given to a loop that reads them literally."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [([5, 0, 3], 30, 5), ([1], 0, 9), ([2, 4], 17, 1)]
+    q = torch.randn(15, 6, 8, generator=generator)
+    pages = torch.randn(4, 6, 16 * 8, generator=generator)
+
+    def literal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ragged: Any, window: int | None) -> torch.Tensor:
+        out = torch.empty_like(q)
+        for row, context in enumerate(ragged.contexts.tolist()):
+            begin, end = ragged.q_ends[row:row + 2].tolist()
+            slots = [(ragged.table[row, p // 16].item(), p % 16) for p in range(context)]
+            for token in range(begin, end):
+                own = context - end + token
+                seen = slots[max(0, own + 1 - window) if window else 0:own + 1]
+                for head in range(6):
+                    k, v = (torch.stack([side[block, offset, head // 3] for block, offset in seen]) for side in (keys, values))
+                    out[token, head] = (k @ q[token, head] / 8**0.5).softmax(0) @ v
+        return out
+
+    found = attention_cuda.run(literal, q, pages, attention_cuda.Ragged.make(rows, 16, "cpu"), window)
+    assert torch.allclose(found, attention._attend_alone(q, pages, rows, window), atol=1e-5)

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.models import attention_cuda
+from headway.models.attention_cuda import Ragged
 from headway.models.config import ModelConfig
 
 Row = tuple[list[int], int, int]
@@ -106,6 +108,7 @@ class Tile:
 class AttentionPlan:
     """Where this pass's K/V goes and which rows are attended together. Made once per step, used by every layer.
 
+    ragged   on CUDA only: the same rows for kernels that read the pages in place
     order    None, or int64 [num_tokens]: the pass runs its tokens in this order; `inverse` undoes it
     slots    int64 [num_tokens]: cache slot of every token, in that order
     stale    None, or int64 [n]: slots of blocks begun in this pass that are not written yet. They are zeroed: a block from the
@@ -117,6 +120,7 @@ class AttentionPlan:
     stale: Tensor | None
     order: Tensor | None
     inverse: Tensor | None
+    ragged: Ragged | None = None
 
     def write(self, kv: Tensor, pages: Tensor) -> None:
         """kv [num_tokens, 2 * kv_heads, head_dim] -> the cache."""
@@ -159,6 +163,7 @@ def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str) 
         stale=torch.from_numpy(np.concatenate(stale)).to(device) if stale else None,
         order=order,
         inverse=inverse,
+        ragged=Ragged.make([rows[i] for i in in_order], block_size, device) if torch.device(device).type == "cuda" else None,
     )
 
 
@@ -209,6 +214,21 @@ def _tile(rows: list[Row], tables: list[np.ndarray], begin: int, block_size: int
 
 def attend(q: Tensor, pages: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
     """q [num_tokens, heads, head_dim], rotated -> [num_tokens, heads * head_dim]"""
+    if plan.ragged is not None:
+        out = attention_cuda.attend(q, pages, plan.ragged, window, _attend_alone)
+        if out is not None:
+            return out
+    return _attend_tiles(q, pages, plan, window)
+
+
+def _attend_alone(q: Tensor, pages: Tensor, rows: Sequence[Row], window: int | None) -> Tensor:
+    """Attention of `rows` as they come, by tiles; q in the order of the rows."""
+    plan = make_plan(rows, pages.shape[2] // q.shape[2], q.device)
+    out = _attend_tiles(q if plan.order is None else q[plan.order], pages, plan, window)
+    return out if plan.inverse is None else out[plan.inverse]
+
+
+def _attend_tiles(q: Tensor, pages: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
     if len(plan.tiles) == 1:
         return _attend_tile(q, pages, plan.tiles[0], window)
     return torch.cat([_attend_tile(q[tile.tokens], pages, tile, window) for tile in plan.tiles])
