@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from headway.errors import ModelError
+from headway.models import hub
 from headway.models.attention import KVCache, make_plan
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
@@ -67,3 +72,132 @@ def test_logits_equal_the_reference(tmp_path: Path, variant: str) -> None:
     ours = our_logits(load_model(str(directory), dtype="float32", device="cpu"), token_ids)
     assert reference.std() > 0.5
     assert (ours - reference).abs().max() < 1e-4
+
+
+def test_equal_weights_in_shards(tmp_path: Path) -> None:
+    one, three = (load_model(str(tiny_model_dir(tmp_path, shards=shards)), dtype="float32", device="cpu") for shards in (1, 3))
+    token_ids = random_ids(20, 320)
+    assert torch.equal(our_logits(one, token_ids), our_logits(three, token_ids))
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_weights_are_converted_to_the_asked_dtype(tmp_path: Path, stored: torch.dtype) -> None:
+    directory = tiny_model_dir(tmp_path, dtype=stored)
+    model = load_model(str(directory), dtype="float32", device="cpu")
+    token_ids = random_ids(20, 320)
+    assert (our_logits(model, token_ids) - reference_logits(directory, token_ids)).abs().max() < 1e-4
+
+
+def test_auto_dtype_and_what_a_decoder_says_of_itself(tmp_path: Path) -> None:
+    directory = tiny_model_dir(tmp_path)
+    model = load_model(str(directory))
+    assert model.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    assert model.directory == directory
+    assert model.config.eos_token_ids == {2}
+    stored = sum(tensor.numel() for tensor in load_file(directory / "model.safetensors").values())
+    assert model.weight_bytes == stored * model.dtype.itemsize
+
+
+def test_end_tokens_of_both_configurations_count(tmp_path: Path) -> None:
+    directory = tiny_model_dir(tmp_path, eos_token_id=7)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    assert load_model(str(directory)).config.eos_token_ids == {2, 7, 9}
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "gpt_neox"}, "unknown model_type 'gpt_neox'.* Accepted: llama, mistral, qwen2, qwen3"),
+    ({"model_type": "qwen3_moe"}, "Did you mean 'qwen3'"),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq weights are not supported. Supported: float32"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported. Supported: silu"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported. Supported: default, linear"),
+    ({"num_key_value_heads": 3}, "4 heads cannot share 3 KV heads"),
+    ({"hidden_size": 128}, "has shape .*, the configuration says"),
+    ({"num_hidden_layers": 3}, "the weights lack model.layers.2"),
+    ({"tie_word_embeddings": False}, "the weights lack lm_head.weight"),
+    ({"vocab_size": "many"}, "not a valid llama configuration"),
+])
+def test_configurations_that_are_not_supported(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    directory = tiny_model_dir(tmp_path)
+    change_config(directory, **changes)
+    with pytest.raises(ModelError, match=message):
+        load_model(str(directory), device="cpu")
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    directory = tiny_model_dir(tmp_path)
+    weights = directory / "model.safetensors"
+    whole = weights.read_bytes()
+    for broken in (whole[:-100], whole[:20], b"\xff" * 100):
+        weights.write_bytes(broken)
+        with pytest.raises(ModelError, match="not a readable safetensors file"):
+            load_model(str(directory), device="cpu")
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        load_model(str(directory), device="cpu")
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not readable JSON"):
+        load_model(str(directory), device="cpu")
+
+
+def test_a_missing_shard_and_a_broken_index(tmp_path: Path) -> None:
+    directory = tiny_model_dir(tmp_path, shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors is missing"):
+        load_model(str(directory), device="cpu")
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match="not a valid index"):
+        load_model(str(directory), device="cpu")
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"dtype": "int4"}, "unknown dtype 'int4'. .*Accepted: auto, bfloat16"),
+    ({"device": "tpu"}, "unknown device 'tpu'. Accepted: cpu, cuda"),
+    ({"device": "meta"}, "'meta' is not supported. Accepted: cpu, cuda"),
+    ({"device": "cuda:99"}, "'cuda:99' is not there"),
+])
+def test_devices_and_dtypes_that_are_not_there(tmp_path: Path, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_model(str(tiny_model_dir(tmp_path)), **options)
+
+
+PROMPT = "def add(a, b):\n    \"\"\"Return a + b, for 12 numbers or 345.\"\"\"\n    return a + b\n\n\nWhat is the capital of France? " * 4
+
+
+def assert_real_model_equals_the_reference(name: str, tolerance: float) -> None:
+    from transformers import AutoTokenizer
+
+    directory = hub.resolve(name, progress=False)
+    token_ids = AutoTokenizer.from_pretrained(directory).encode(PROMPT)
+    reference = reference_logits(directory, token_ids)
+    ours = our_logits(load_model(name, dtype="float32", device="cpu"), token_ids)
+    error = (ours - reference).abs().max().item()
+    print(f"{name}: {len(token_ids)} tokens, logits up to {reference.abs().max():.1f}, largest difference {error:.2e}")
+    assert error < tolerance
+    assert torch.equal(ours.argmax(-1), reference.argmax(-1))
+
+
+def test_the_real_smollm2() -> None:
+    assert_real_model_equals_the_reference("smollm2-135m", 1e-4)
+
+
+def test_the_tokenizer_of_the_real_smollm2() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(hub.resolve("smollm2-135m", progress=False))
+    for text in (PROMPT, "  two  spaces\n\n\ttab", "naïve café 日本語 🙂", "1234567890", "<|im_start|>user\nhi<|im_end|>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x = 1234")) == ["x", "Ġ=", "Ġ", "1", "2", "3", "4"]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert chat.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.skipif("HEADWAY_TEST_QWEN_GGUF" not in os.environ, reason="HEADWAY_TEST_QWEN_GGUF names no Qwen2.5-Coder GGUF file")
+def test_the_real_qwen_coder() -> None:
+    assert_real_model_equals_the_reference(os.environ["HEADWAY_TEST_QWEN_GGUF"], 1e-4)
