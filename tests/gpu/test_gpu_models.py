@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.models import attention, attention_cuda
-from headway.models.attention import KVCache, make_plan
+from headway.models.attention import KVCache
 from headway.models.loader import load_model
 from tests.tiny import tiny_model_dir
 
@@ -31,7 +31,7 @@ def logits(directory: Path, dtype: str, device: str) -> torch.Tensor:
     for rows in PASSES:
         ids = torch.randint(0, 320, (sum(length for *_, length in rows),), generator=random)
         positions = torch.cat([torch.arange(start, start + length) for _, start, length in rows])
-        plan = make_plan(rows, 16, model.device)
+        plan = cache.plan(rows)
         hidden, _ = model.forward(ids.to(model.device), positions.to(model.device), plan, cache)
         parts.append(model.logits(hidden).float().cpu())
     return torch.cat(parts)

@@ -49,7 +49,7 @@ class Paged:
             rows.append((self.tables[sequence], start, length))
             ids += self.token_ids[sequence][start:start + length]
             positions += range(start, start + length)
-        plan = make_plan(rows, self.block_size, self.model.device)
+        plan = self.cache.plan(rows)
         hidden, _ = self.model.forward(torch.tensor(ids), torch.tensor(positions), plan, self.cache)
         for (sequence, length), part in zip(lengths.items(), hidden.split(list(lengths.values())), strict=True):
             self.done[sequence] += length
@@ -171,13 +171,13 @@ def test_hidden_layers(model: Decoder) -> None:
     rows = [(paged.tables[1], 0, 7), (paged.tables[0], 0, 40)]
     ids = torch.tensor(paged.token_ids[1] + paged.token_ids[0])
     positions = torch.cat([torch.arange(7), torch.arange(40)])
-    plan = make_plan(rows, 16, "cpu")
+    plan = paged.cache.plan(rows)
     assert plan.order is not None
     hidden, layers = model.forward(ids, positions, plan, paged.cache, hidden_layers=(1, 0, -1))
     assert torch.equal(layers[2], hidden)
     assert torch.allclose(model.norm(layers[0]), hidden, atol=1e-6)
     assert not torch.allclose(layers[1], layers[0], atol=0.1)
-    alone, (lower,) = model.forward(ids[:7], positions[:7], make_plan(rows[:1], 16, "cpu"), paged.cache, hidden_layers=(0,))
+    alone, (lower,) = model.forward(ids[:7], positions[:7], paged.cache.plan(rows[:1]), paged.cache, hidden_layers=(0,))
     assert torch.allclose(alone, hidden[:7], atol=1e-5)
     assert torch.allclose(lower, layers[1][:7], atol=1e-5)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from headway.errors import ModelError
 from headway.models import hub
-from headway.models.attention import KVCache, make_plan
+from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
 from tests.tiny import tiny_model_dir
@@ -24,7 +24,7 @@ BLOCK = 16
 def our_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
     num_blocks = -(-len(token_ids) // BLOCK)
     cache = KVCache(model.config, num_blocks, BLOCK, model.dtype, model.device)
-    plan = make_plan([(list(range(num_blocks)), 0, len(token_ids))], BLOCK, model.device)
+    plan = cache.plan([(list(range(num_blocks)), 0, len(token_ids))])
     hidden, _ = model.forward(torch.tensor(token_ids), torch.arange(len(token_ids)), plan, cache)
     return model.logits(hidden)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.models.attention import KVCache, make_plan
+from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.types import Draft, Row
 
@@ -60,7 +60,7 @@ class Runner:
         hidden, layers = self.model.forward(
             torch.tensor(token_ids, device=device),
             torch.from_numpy(positions).to(device),
-            make_plan(spans, self.block_size, device),
+            self.cache.plan(spans),
             self.cache,
             self.hidden_layers,
         )

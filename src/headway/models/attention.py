@@ -54,6 +54,10 @@ class KVCache:
         # Not zeroed: untouched pages of a pool that is sized for the worst case cost no memory.
         self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
 
+    def plan(self, rows: Sequence[Row]) -> AttentionPlan:
+        """Where the K/V of these rows goes and how they are attended; the pass's tokens are the rows' tokens, in their order."""
+        return make_plan(rows, self.block_size, self.layers[0].device)
+
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
