@@ -168,6 +168,7 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of GPU memory for weights and K/V pool (CUDA only)")
     enable_prefix_caching: bool = option(True, "reuse K/V blocks of equal prefixes")
     num_threads: int | None = option(None, "CPU threads of the forward pass; default: torch's own choice")
+    trace: str | None = option(None, "file to write one JSON line per step to, for `headway replay` and `headway tune`")
     speculative: SpeculativeConfig | None = option(None, "how to speculate; None: plain decoding")
 
     def __post_init__(self) -> None:

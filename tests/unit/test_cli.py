@@ -47,13 +47,14 @@ def test_every_field_of_the_configs_is_a_flag(read: Read) -> None:
     args = read(
         "dir", "--dtype", "float32", "--device", "cpu", "--seed", "7", "--max-model-len", "100", "--max-num-seqs", "3",
         "--max-num-batched-tokens", "9", "--block-size", "8", "--kv-cache-memory-bytes", "1.5GiB", "--gpu-memory-utilization", "0.5",
-        "--no-enable-prefix-caching", "--num-threads", "2", "--spec", "off", "--host", "::1", "--port", "0",
+        "--no-enable-prefix-caching", "--num-threads", "2", "--trace", "t.jsonl", "--spec", "off", "--host", "::1", "--port", "0",
         "--served-model-name", "m", "--api-key", "k", "--max-queue", "5", "--max-body-bytes", "1k", "--drain-timeout-s", "2.5",
     )
     config, _ = settings.engine_config(args)
     assert config == EngineConfig(
         model="dir", dtype="float32", device="cpu", seed=7, max_model_len=100, max_num_seqs=3, max_num_batched_tokens=9, block_size=8,
-        kv_cache_memory_bytes=3 * 2**29, gpu_memory_utilization=0.5, enable_prefix_caching=False, num_threads=2, speculative=None,
+        kv_cache_memory_bytes=3 * 2**29, gpu_memory_utilization=0.5, enable_prefix_caching=False, num_threads=2, trace="t.jsonl",
+        speculative=None,
     )
     expected = ServerOptions(
         host="::1", port=0, served_model_name="m", api_key="k", max_queue=5, max_body_bytes=1000, drain_timeout_s=2.5
@@ -266,6 +267,7 @@ def failing(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["bench", "compare", "--a", "--spec off", "--base-url-b", "http://x"], "--base-url-a"),
         (["bench", "compare", "--a", "--spec 'off", "--b", ""], "--a: No closing quotation"),
         (["bench", "compare", "--a", "--spc off", "--b", ""], "Did you mean --spec?"),
+        (["bench", "compare", "--trace", "t", "--a", "", "--b", ""], "both configurations would write the trace t"),
     ],
     ids=" ".join,
 )

@@ -79,6 +79,8 @@ def main(args: argparse.Namespace) -> int:
 def _engines(args: argparse.Namespace, load: LoadOptions) -> list[Arm]:
     """Two engines, both loaded before anything runs. Raises ConfigError for flags that cannot work."""
     configs = [engine_config(_arm_flags(args, letter)) for letter in "ab"]
+    if len(traces := {config.trace for config, _ in configs} - {None}) == 1 and all(config.trace for config, _ in configs):
+        raise ConfigError(f"both configurations would write the trace {traces.pop()}: give --trace inside --a and --b")
 
     from headway.bench import throughput
     from headway.engine.engine import Engine

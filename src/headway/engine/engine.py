@@ -11,9 +11,12 @@ import random
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any
 
+from headway import __version__
 from headway.config import EngineConfig
 from headway.control.policy import BatchView, DraftView, Policy
+from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, Drafter, DraftRequest
 from headway.engine import admission, prompt_logprobs
 from headway.engine.kv_cache import BlockPool
@@ -75,6 +78,7 @@ class Engine:
         )
         self.verifier = Verifier(speculative, self.model.config.vocab_size, self.model.device)
         self.metrics = EngineMetrics()
+        self.trace = TraceWriter(config.trace, self._trace_header()) if config.trace else None
         self.requests: dict[str, list[Sequence]] = {}
         self._texts: dict[int, TextOutput] = {}
         self._prompt_logprobs: dict[str, prompt_logprobs.Collector] = {}
@@ -143,6 +147,8 @@ class Engine:
         if self.policy:
             self.policy.observe(feedback)
         self.metrics.observe_step(feedback, deltas, len(plan.preempted))
+        if self.trace:
+            self.trace.write(view, feedback)
         self._observe_load()
         return deltas
 
@@ -284,6 +290,20 @@ class Engine:
         )
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _trace_header(self) -> dict[str, Any]:
+        speculative = self.config.speculative
+        return {
+            "engine": f"headway {__version__}",
+            "model": self.config.model,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": str(self.model.device),
+            "drafters": list(self.drafters),
+            "policy": speculative.policy if speculative else None,
+            "max_k": self.scheduler.max_k,
+            "max_num_seqs": self.config.max_num_seqs,
+            "max_num_batched_tokens": self.config.max_num_batched_tokens,
+        }
 
     def _hidden_layers(self) -> tuple[int, ...]:
         return next((drafter.hidden_layers for drafter in self.drafters.values() if drafter.hidden_layers), ())

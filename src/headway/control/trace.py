@@ -1,0 +1,274 @@
+"""One line per step, engine-neutral: what ran, what was drafted and accepted, and what it cost. `headway replay` and `tune` read it.
+
+A trace is JSON lines, UTF-8. The first line is the header:
+
+    {"format": "headway-trace", "version": 1, "engine": "headway 0.1.0", "model": "...", "max_k": 16, "drafters": ["suffix"], ...}
+
+`format` and `version` are needed; `max_k` is the largest k that could be asked for, `drafters` their names in order of preference.
+Other keys say where the trace came from and are kept. Every further line is one step that ran (times in milliseconds, counts in tokens):
+
+    step, at_ms                 number of the step; when it ended, counted from the start of the trace
+    num_waiting                 requests that waited for admission when the step was planned
+    num_prefill_tokens          prompt tokens computed in the step
+    num_tokens                  rows of the target's forward pass: known tokens plus verified drafts
+    num_context_tokens          K/V entries read, summed over the rows' sequences
+    draft_ms, verify_ms         drafting; target pass and accept/reject
+    step_ms                     everything, scheduling and commit included
+
+and columns, one entry per sequence that wrote tokens in the step, in the same order in every column:
+
+    seq_id                      the same number in every step of one sequence
+    num_context                 its known tokens before the step
+    max_k                       what the request and the room it has left allowed
+    drafter, k                  who was asked for how many drafts; "none" and 0 for nobody
+    num_proposed, num_drafts    drafts proposed; drafts verified (<= num_proposed <= k)
+    num_accepted                accepted drafts: the sequence wrote num_accepted + 1 tokens, fewer when it ended on the way
+    confidence                  the drafter's confidence by position, null when it has none
+
+Unknown keys are ignored on reading, so a step may carry more. A foreign engine can write the format without importing this file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.control.policy import BatchView
+from headway.errors import ConfigError
+from headway.types import Feedback, SequenceFeedback
+
+FORMAT = "headway-trace"
+VERSION = 1
+# A step of 64 sequences takes about 3 kB: this is over 100,000 of them. A trace that was forgotten must not fill the disk.
+MAX_BYTES = 512 * 1024 * 1024
+FLUSH_BYTES = 1 << 16
+FLUSH_S = 1.0
+
+logger = logging.getLogger("headway.trace")
+
+STEP_NUMBERS = ("num_waiting", "num_prefill_tokens", "num_tokens", "num_context_tokens")
+STEP_TIMES = ("at_ms", "draft_ms", "verify_ms", "step_ms")
+COLUMNS = ("seq_id", "num_context", "max_k", "drafter", "k", "num_proposed", "num_drafts", "num_accepted", "confidence")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStep:
+    """One line: the feedback of the step, when it ended, and what the plan knew. `max_k[i]` belongs to `feedback.sequences[i]`."""
+
+    at_ms: float
+    num_waiting: int
+    max_k: tuple[int, ...]
+    feedback: Feedback
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    header: dict[str, Any]
+    steps: tuple[TraceStep, ...]
+
+    @property
+    def max_k(self) -> int:
+        """The largest k the recording engine could use; from the steps when the header does not say."""
+        return int(self.header.get("max_k") or max((seq.k for step in self.steps for seq in step.feedback.sequences), default=0))
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        named = {seq.drafter: None for step in self.steps for seq in step.feedback.sequences if seq.num_drafts}
+        return tuple(self.header.get("drafters") or named)
+
+
+class TraceWriter:
+    """Writes whole lines, in blocks: at most FLUSH_S of steps are lost when the process is killed, never half of one.
+
+    Raises ConfigError when the file cannot be made. Later, a disk that is full ends the trace and not the engine.
+    """
+
+    def __init__(self, path: str | Path, header: Mapping[str, Any], max_bytes: int = MAX_BYTES) -> None:
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("wb", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"cannot write the trace {path}: {error.strerror}") from error
+        self._start = self._flushed = time.perf_counter()
+        self._lines: list[bytes] = []
+        self._num_held = self._num_bytes = 0
+        self._max_bytes = max_bytes
+        self._append({"format": FORMAT, "version": VERSION, **header})
+        self.flush()
+        atexit.register(self.close)
+
+    def write(self, view: BatchView, feedback: Feedback) -> None:
+        """One step that was planned on `view` and ended in `feedback`."""
+        if self._file.closed:
+            return
+        now = time.perf_counter()
+        self._append(_line(view, feedback, (now - self._start) * 1e3))
+        if self._num_bytes >= self._max_bytes:
+            logger.warning("the trace %s ends at %d bytes, its limit", self.path, self._num_bytes)
+            self.close()
+        elif self._num_held >= FLUSH_BYTES or now - self._flushed >= FLUSH_S:
+            self._flushed = now
+            self.flush()
+
+    def flush(self) -> None:
+        data = memoryview(b"".join(self._lines))
+        self._lines.clear()
+        self._num_held = 0
+        try:
+            while data:
+                data = data[self._file.write(data) or 0 :]
+        except OSError as error:
+            logger.warning("the trace %s ends here: %s", self.path, error.strerror)
+            self._file.close()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+        atexit.unregister(self.close)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        # default: a policy may count in numpy integers
+        line = json.dumps(record, separators=(",", ":"), allow_nan=False, default=int).encode() + b"\n"
+        self._lines.append(line)
+        self._num_held += len(line)
+        self._num_bytes += len(line)
+
+
+def _line(view: BatchView, feedback: Feedback, at_ms: float) -> dict[str, Any]:
+    sequences = feedback.sequences
+    allowed = {seq.seq_id: seq.max_k for seq in view.sequences}
+    return {
+        "step": feedback.step,
+        "at_ms": _ms(at_ms),
+        "num_waiting": view.num_waiting,
+        "num_prefill_tokens": feedback.num_prefill_tokens,
+        "num_tokens": feedback.num_tokens,
+        "num_context_tokens": feedback.num_context_tokens,
+        "draft_ms": _ms(feedback.draft_ms),
+        "verify_ms": _ms(feedback.verify_ms),
+        "step_ms": _ms(feedback.step_ms),
+        "seq_id": [seq.seq_id for seq in sequences],
+        "num_context": [seq.num_context for seq in sequences],
+        "max_k": [allowed.get(seq.seq_id, 0) for seq in sequences],   # admitted in this step: its first token, never a draft
+        "drafter": [seq.drafter for seq in sequences],
+        "k": [seq.k for seq in sequences],
+        "num_proposed": [seq.num_proposed for seq in sequences],
+        "num_drafts": [seq.num_drafts for seq in sequences],
+        "num_accepted": [seq.num_accepted for seq in sequences],
+        "confidence": [None if seq.confidence is None else [_ratio(value) for value in seq.confidence] for seq in sequences],
+    }
+
+
+def _ms(value: float) -> float:
+    return round(value, 3) if math.isfinite(value) else 0.0
+
+
+def _ratio(value: float) -> float | None:
+    return round(float(value), 3) if math.isfinite(value) else None
+
+
+def read_trace(path: str | Path) -> Trace:
+    """The whole trace. Raises ConfigError that names the line: another format, a newer version, a damaged or cut line, no steps."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            lines = enumerate(file.read().splitlines(keepends=True), start=1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from error
+    header = _header(path, next(lines, (1, b"")))
+    steps = tuple(_step(path, number, line) for number, line in lines)
+    if not steps:
+        raise ConfigError(f"the trace {path} holds no step: the engine that wrote it had nothing to do")
+    return Trace(header, steps)
+
+
+def _header(path: Path, first: tuple[int, bytes]) -> dict[str, Any]:
+    try:
+        header = json.loads(first[1])
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ConfigError(
+            f'{path} is not a trace: its first line must be a JSON object with "format": "{FORMAT}". Record one with --trace FILE '
+            "on `headway serve`, `generate` or `bench throughput`"
+        )
+    version = header.get("version")
+    if version != VERSION:
+        raise ConfigError(f"{path} is a trace of version {version!r}; this Headway reads version {VERSION}")
+    return header
+
+
+def _step(path: Path, number: int, line: bytes) -> TraceStep:
+    if not line.endswith(b"\n"):
+        raise ConfigError(
+            f"{path}, line {number}: the line is cut short, so its writer was stopped in the middle of it (a full disk?). "
+            f"Whole steps before it: {number - 2}; drop the last line to use them (head -n -1 {path.name})"
+        )
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path}, line {number}: a step must be a JSON object")
+    try:
+        return _parse(record)
+    except _Wrong as error:
+        raise ConfigError(f"{path}, line {number}: {error}") from error
+
+
+class _Wrong(ValueError):
+    """What is wrong with one step."""
+
+
+def _parse(record: Mapping[str, Any]) -> TraceStep:
+    numbers: dict[str, Any] = {name: _count(record, name) for name in ("step", *STEP_NUMBERS)}
+    numbers |= {name: _time(record, name) for name in STEP_TIMES}
+    columns = {name: _column(record, name) for name in COLUMNS}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) != 1:
+        raise _Wrong("the columns differ in length: " + ", ".join(f"{name} {length}" for name, length in lengths.items()))
+    sequences = tuple(_sequence({name: column[i] for name, column in columns.items()}) for i in range(lengths["seq_id"]))
+    num_waiting, at_ms = numbers.pop("num_waiting"), numbers.pop("at_ms")
+    return TraceStep(at_ms, num_waiting, tuple(columns["max_k"]), Feedback(sequences=sequences, **numbers))
+
+
+def _sequence(row: Mapping[str, Any]) -> SequenceFeedback:
+    counts = {name: _count(row, name) for name in ("seq_id", "num_context", "max_k", "k", "num_proposed", "num_drafts", "num_accepted")}
+    if not counts["num_accepted"] <= counts["num_drafts"] <= counts["num_proposed"]:
+        raise _Wrong(f"needs num_accepted <= num_drafts <= num_proposed, got {counts}")
+    if not isinstance(row["drafter"], str):
+        raise _Wrong(f"drafter must be a name, got {row['drafter']!r}")
+    confidence = row["confidence"]
+    if confidence is not None:
+        confidence = tuple(math.nan if value is None else float(value) for value in confidence)
+    del counts["max_k"]
+    return SequenceFeedback(drafter=row["drafter"], confidence=confidence, **counts)
+
+
+def _count(record: Mapping[str, Any], name: str) -> int:
+    value = record.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise _Wrong(f"{name} must be a whole number >= 0, got {value!r}")
+    return value
+
+
+def _time(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value < math.inf:
+        raise _Wrong(f"{name} must be a number of milliseconds >= 0, got {value!r}")
+    return float(value)
+
+
+def _column(record: Mapping[str, Any], name: str) -> list[Any]:
+    value = record.get(name)
+    if not isinstance(value, list):
+        raise _Wrong(f"{name} must be a list with one entry per sequence, got {value!r}")
+    return value
