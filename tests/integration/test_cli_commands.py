@@ -251,7 +251,7 @@ def test_bench_serve_open_loop_writes_what_the_closed_loop_writes(headway: Headw
     words = ("bench", "serve", "--base-url", server.url, "--endpoint", "chat", *LOAD)
     closed, opened = document(headway(*words)[0]), document(headway(*words, "--request-rate", "200")[0])
     assert closed["output_hash"] == opened["output_hash"]
-    assert opened["server"]["request_rate"] == 200.0
+    assert opened["load"]["request_rate"] == 200.0
 
 
 def test_bench_serve_with_a_request_that_fails(headway: Headway, server: LiveServer, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headway.bench import environment, records, report, workloads
+from headway.bench.arrivals import Arrivals
 from headway.bench.records import LoadOptions, Record, Run, TimeShares, hash_outputs, percentiles
 from headway.bench.workloads import Prompt
 from headway.errors import ConfigError
@@ -38,7 +39,9 @@ def test_prompts_are_a_function_of_name_number_and_seed(name: str) -> None:
     assert first != workloads.load(name, 9, seed=2, vocab_size=100)
 
 
-@pytest.mark.parametrize(("name", "number"), [("code-edit", 200), ("summarize", 150), ("chat", 640), ("mixed", 200), ("random", 50)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("code-edit", 200), ("summarize", 150), ("chat", 640), ("mixed", 200), ("drift", 200), ("random", 50)]
+)
 def test_no_prompt_occurs_twice(name: str, number: int) -> None:
     prompts = [tuple(prompt.encode(Bytes())) for prompt in workloads.load(name, number, seed=0, vocab_size=100)]
     assert len(set(prompts)) == number
@@ -81,6 +84,14 @@ def test_mixed_takes_turns() -> None:
     kinds = [content(prompt)[:6] for prompt in workloads.load("mixed", 6, seed=0)]
     assert kinds[0] == kinds[3] == "Repeat"
     assert kinds[1] == kinds[4] == "Summar"
+
+
+def test_drift_takes_turns_in_blocks() -> None:
+    kinds = [content(prompt).startswith("Repeat the following") for prompt in workloads.load("drift:2", 8, seed=0)]
+    assert kinds == [True, True, False, False] * 2
+    assert workloads.load("drift", 40, seed=0) == workloads.load(f"drift:{workloads.DRIFT_LEN}", 40, seed=0)
+    with pytest.raises(ConfigError, match="drift:N needs"):
+        workloads.load("drift:0", 1, seed=0)
 
 
 def test_random_ids_are_in_the_vocabulary() -> None:
@@ -220,6 +231,64 @@ def test_load_options_are_checked(name: str) -> None:
         LoadOptions(**{name: 0})
     with pytest.raises(ConfigError, match="temperature"):
         LoadOptions(temperature=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_rate": 0.0}, "request_rate must be a finite number > 0"),
+        ({"request_rate": float("inf")}, "request_rate must be a finite number > 0"),
+        ({"arrivals": "poisson"}, "poisson arrivals need a request_rate"),
+        ({"arrivals": "ramp", "request_rate": 1.0}, "request_rate is for poisson arrivals, not for ramp"),
+        ({"arrivals": "rolout"}, "Did you mean 'rollout'"),
+    ],
+)
+def test_arrivals_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LoadOptions(**options)
+
+
+# -- arrivals -----------------------------------------------------------------------------------------------------
+
+
+def started(arrivals: Arrivals, num_prompts: int) -> list[int]:
+    """How many are in flight after each start, when every request ends as soon as another one has to wait for it."""
+    in_flight, found = 0, []
+    for index in range(num_prompts):
+        while arrivals.wait(index, in_flight, 0.0) > 0.0:
+            in_flight -= 1
+        in_flight += 1
+        found.append(in_flight)
+    return found
+
+
+def test_a_closed_loop_holds_its_concurrency() -> None:
+    assert started(Arrivals(LoadOptions(concurrency=3), 6), 6) == [1, 2, 3, 3, 3, 3]
+
+
+def test_a_ramp_climbs_and_falls() -> None:
+    counts = started(Arrivals(LoadOptions(concurrency=8, arrivals="ramp"), 40), 40)
+    assert counts[0] == counts[-1] == 1
+    assert max(counts) == counts[20] == 8
+    assert counts[:20] == sorted(counts[:20])
+
+
+def test_a_rollout_starts_everything_and_has_a_long_tail() -> None:
+    arrivals = Arrivals(LoadOptions(concurrency=2, arrivals="rollout", output_len=10), 16)
+    assert started(arrivals, 16)[-1] == 16
+    assert [arrivals.output_len(index) for index in range(16)] == ([10] * 7 + [40]) * 2
+    assert Arrivals(LoadOptions(arrivals="rollout", output_len=10), 3).output_len(2) == 40
+
+
+def test_poisson_gaps_have_the_rate_and_the_seed() -> None:
+    arrivals = Arrivals(LoadOptions(request_rate=4.0, seed=1), 4000)
+    due = [arrivals.due(index) or 0.0 for index in range(4000)]
+    assert due[0] == 0.0
+    assert due == sorted(due)
+    assert due[-1] == pytest.approx(1000.0, rel=0.1)   # 6 standard deviations
+    assert arrivals.wait(10, 10**6, due[10] - 0.5) == pytest.approx(0.5)
+    assert arrivals.wait(10, 10**6, due[10]) == 0.0
+    assert Arrivals(LoadOptions(request_rate=4.0, seed=2), 4000).due(5) != due[5]
 
 
 # -- comparing ----------------------------------------------------------------------------------------------------

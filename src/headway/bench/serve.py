@@ -1,4 +1,4 @@
-"""Load on a running OpenAI-compatible server: closed loop (requests in flight) or open loop (Poisson arrivals), streaming.
+"""Load on a running OpenAI-compatible server, streaming; requests start as `bench/arrivals.py` says.
 
 Tokens are the server's own count (`usage`), since one streamed chunk may carry several. Acceptance comes from the counters
 vLLM publishes on /metrics and Headway publishes too, read before and after.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headway.bench.arrivals import Arrivals
 from headway.bench.client import RequestFailed, Target, excerpt, exchange, get_json
 from headway.bench.records import LoadOptions, Record, Run, TimeShares
 from headway.bench.workloads import Prompt
@@ -32,14 +32,11 @@ class ServeOptions:
 
     base_url: str = option("http://127.0.0.1:8000", "the server to measure")
     endpoint: str = option("completions", "completions: prompts as token ids (text without a tokenizer); chat: messages", choices=ENDPOINTS)
-    request_rate: float | None = option(None, "open loop: requests per second, Poisson arrivals, however many are in flight")
     api_key: str | None = option(None, "sent as a bearer token")
 
     def __post_init__(self) -> None:
         if self.endpoint not in ENDPOINTS:
             raise ConfigError(f"endpoint must be one of {', '.join(ENDPOINTS)}, got {self.endpoint!r}")
-        if self.request_rate is not None and not 0.0 < self.request_rate < float("inf"):
-            raise ConfigError(f"request_rate must be a finite number > 0, got {self.request_rate}")
 
     def target(self) -> Target:
         return Target.parse(self.base_url, self.api_key)
@@ -147,45 +144,46 @@ async def run(
     """Sends every prompt and waits for every answer. Failed requests are in the records; the caller decides what they mean."""
     target = serve.target()
     path = "/v1/chat/completions" if serve.endpoint == "chat" else "/v1/completions"
-    bodies = [request_body(prompt, model, index, load, serve.endpoint) for index, prompt in enumerate(prompts)]
+    arrivals = Arrivals(load, len(prompts))
+    bodies = [
+        request_body(prompt, model, index, replace(load, output_len=arrivals.output_len(index)), serve.endpoint)
+        for index, prompt in enumerate(prompts)
+    ]
     before = await scrape(target)
     cpu = time.process_time()
-    if serve.request_rate is None:
-        records = await _closed_loop(target, path, bodies, load.concurrency, progress)
-    else:
-        records = await _open_loop(target, path, bodies, serve.request_rate, random.Random(load.seed), progress)
+    records = await _send(target, path, bodies, arrivals, progress)
     cpu = time.process_time() - cpu
     return _measured(records, before, await scrape(target), cpu)
 
 
 async def warm_up(prompts: Sequence[Prompt | list[int]], model: str, load: LoadOptions, serve: ServeOptions) -> None:
     """Raises ConfigError when a warm-up request fails: measuring would be pointless."""
-    result = await run(prompts, model, load, replace(serve, request_rate=None))
+    result = await run(prompts, model, replace(load, arrivals="closed", request_rate=None), serve)
     if result.errors:
         raise ConfigError(f"a warm-up request failed: {result.errors[0]}")
 
 
-async def _closed_loop(target: Target, path: str, bodies: Sequence[bytes], concurrency: int, progress: Any) -> list[Record]:
-    records: dict[int, Record] = {}
-    queue = iter(enumerate(bodies))
+async def _send(target: Target, path: str, bodies: Sequence[bytes], arrivals: Arrivals, progress: Any) -> list[Record]:
+    """One request per body, started when it is due; their records in the order of the bodies."""
+    ended = asyncio.Event()
+    num_ended = 0
 
-    async def worker() -> None:
-        for index, body in queue:
-            records[index] = await _one(target, path, body, progress)
+    def on_end(task: asyncio.Task[Record]) -> None:
+        nonlocal num_ended
+        num_ended += 1
+        ended.set()
 
-    await asyncio.gather(*(worker() for _ in range(min(concurrency, len(bodies)))))
-    return [records[index] for index in range(len(bodies))]
-
-
-async def _open_loop(
-    target: Target, path: str, bodies: Sequence[bytes], rate: float, rng: random.Random, progress: Any
-) -> list[Record]:
-    tasks = []
-    due = time.perf_counter()
-    for body in bodies:
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    tasks: list[asyncio.Task[Record]] = []
+    start = time.perf_counter()
+    for index, body in enumerate(bodies):
+        while (delay := arrivals.wait(index, index - num_ended, time.perf_counter() - start)) > 0.0:
+            if delay < float("inf"):
+                await asyncio.sleep(delay)
+            else:
+                ended.clear()
+                await ended.wait()
         tasks.append(asyncio.create_task(_one(target, path, body, progress)))
-        due += rng.expovariate(rate)   # from the planned time, so that a late wake-up does not lower the rate
+        tasks[-1].add_done_callback(on_end)
     return list(await asyncio.gather(*tasks))
 
 

@@ -1,4 +1,4 @@
-"""A closed loop in process: no HTTP, no threads, only the engine's own steps."""
+"""A load in process: no HTTP, no threads, only the engine's own steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from headway.bench import workloads
+from headway.bench.arrivals import Arrivals
 from headway.bench.records import LoadOptions, Record, Run, TimeShares
 from headway.engine.engine import Engine
 from headway.errors import InvalidRequestError
@@ -29,7 +30,7 @@ def prepare(engine: Engine, options: LoadOptions, num_runs: int = 1) -> list[lis
 def run(
     engine: Engine, prompts: Sequence[list[int]], options: LoadOptions, progress: Progress | None = None, label: str = "bench"
 ) -> Run:
-    """Keeps `options.concurrency` requests in flight until all prompts are answered.
+    """Starts requests as `options.arrivals` says until all prompts are answered.
 
     Raises InvalidRequestError when a prompt cannot be served (too long for the context): nothing of such a run counts.
     """
@@ -37,14 +38,21 @@ def run(
     records: list[Record] = []
     running: dict[str, Record] = {}
     stats = SpecDecodeMetrics()
+    arrivals = Arrivals(options, len(prompts))
     waiting = list(enumerate(prompts))[::-1]
+    start = time.perf_counter()
     while waiting or running:
-        while waiting and len(running) < options.concurrency:
+        delay = 0.0
+        while waiting and (delay := arrivals.wait(waiting[-1][0], len(running), time.perf_counter() - start)) == 0.0:
             index, token_ids = waiting.pop()
-            record = Record(len(token_ids), time.perf_counter())
+            due = arrivals.due(index)   # a request that came while a step ran has waited since then
+            record = Record(len(token_ids), time.perf_counter() if due is None else start + due)
             running[f"{label}-{index}"] = record
             records.append(record)
-            _add(engine, f"{label}-{index}", token_ids, index, options)
+            _add(engine, f"{label}-{index}", token_ids, index, arrivals.output_len(index), options)
+        if not running:
+            time.sleep(delay)
+            continue
         finished = 0
         for delta in engine.step():
             record = running[delta.request_id]
@@ -62,9 +70,9 @@ def run(
     return _measured(engine, before, records, stats)
 
 
-def _add(engine: Engine, request_id: str, token_ids: list[int], index: int, options: LoadOptions) -> None:
+def _add(engine: Engine, request_id: str, token_ids: list[int], index: int, output_len: int, options: LoadOptions) -> None:
     params = SamplingParams(
-        temperature=options.temperature, max_tokens=options.output_len, ignore_eos=options.ignore_eos, seed=options.seed + index
+        temperature=options.temperature, max_tokens=output_len, ignore_eos=options.ignore_eos, seed=options.seed + index
     )
     try:
         engine.add(Request(request_id, token_ids, params))

@@ -4,6 +4,7 @@
     summarize    a passage of Python's own reference, to be summed up: names and phrases recur
     chat         80 everyday requests: little recurs
     mixed        the three in turn
+    drift        16 of code-edit, 16 of chat, and so on in turn; drift:N has N of each
     random       random token ids: nothing recurs, and the model writes whatever it writes
     jsonl:PATH   one {"prompt": text} or {"messages": [...]} per line, in the file's order
 
@@ -26,7 +27,8 @@ from typing import Any, Protocol
 
 from headway.errors import ConfigError, unknown_key
 
-NAMES = ("code-edit", "summarize", "chat", "mixed", "random")
+NAMES = ("code-edit", "summarize", "chat", "mixed", "drift", "random")
+DRIFT_LEN = 16
 # About 600 tokens of a code-aware vocabulary, about 500 of prose.
 CODE_CHARS = (1500, 2500)
 PROSE_CHARS = 2200
@@ -90,6 +92,11 @@ def _stream(name: str, seed: int, vocab_size: int | None) -> Iterator[Prompt]:
         if vocab_size is None:
             raise ConfigError("the workload random is token ids: it needs a tokenizer and the endpoint completions")
         return _random_ids(random.Random(seed), vocab_size)
+    if name.startswith("drift:"):
+        length = name.removeprefix("drift:")
+        if not length.isdigit() or int(length) < 1:
+            raise ConfigError(f"drift:N needs a whole number >= 1, got {name!r}")
+        return _drift(seed, int(length))
     if name not in GENERATORS:
         raise ConfigError(unknown_key("workload", name, NAMES) + ", jsonl:PATH")
     return GENERATORS[name](seed)
@@ -216,11 +223,21 @@ def _mixed(seed: int) -> Iterator[Prompt]:
         yield from group
 
 
+def _drift(seed: int, length: int = DRIFT_LEN) -> Iterator[Prompt]:
+    kinds = [_code_edit(seed), _chat(seed)]
+    while True:
+        for kind in kinds:
+            phase = list(itertools.islice(kind, length))
+            yield from phase
+            if len(phase) < length:
+                return
+
+
 def _random_ids(rng: random.Random, vocab_size: int) -> Iterator[Prompt]:
     while True:
         yield Prompt(token_ids=tuple(rng.randrange(vocab_size) for _ in range(RANDOM_LEN)))
 
 
 GENERATORS: dict[str, Callable[[int], Iterator[Prompt]]] = {
-    "code-edit": _code_edit, "summarize": _summarize, "chat": _chat, "mixed": _mixed,
+    "code-edit": _code_edit, "summarize": _summarize, "chat": _chat, "mixed": _mixed, "drift": _drift,
 }

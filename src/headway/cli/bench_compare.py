@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive_int, default=3, metavar="N", help=text)
     add_load_arguments(parser)
     add_engine_arguments(parser, skip=("seed",))
-    add_fields(parser.add_argument_group("servers"), ServeOptions, skip=("base_url", "request_rate"))
+    add_fields(parser.add_argument_group("servers"), ServeOptions, skip=("base_url",))
     add_tokenizer_argument(parser)
 
 
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
             for arm, found in zip(arms, runs, strict=True):
                 found.append(arm.run(repeat, advance))
     result = report.compare(*runs)
-    title = f"last of {args.repeats} runs: {load.workload}, {load.concurrency} in flight, {load.output_len} tokens each"
+    title = f"last of {args.repeats} runs: {load}"
     report.print_table(title, {f"{letter}: {arm.name}": found[-1] for letter, arm, found in zip("AB", arms, runs, strict=True)})
     print(
         f"B / A = {result['ratio']:.3f} in output tokens/s (neighbouring runs: {result['ratio_min']:.3f} to {result['ratio_max']:.3f}); "

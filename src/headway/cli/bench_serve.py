@@ -33,7 +33,7 @@ def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     load, serve = read_fields(args, LoadOptions), read_fields(args, ServeOptions)
-    if serve.request_rate is not None and "concurrency" in args.sources:
+    if load.request_rate is not None and "concurrency" in args.sources:
         raise ConfigError("--request-rate (open loop) and --concurrency (closed loop) exclude each other")
 
     import asyncio
@@ -47,11 +47,10 @@ def main(args: argparse.Namespace) -> int:
     asyncio.run(bench.warm_up(warmup, model, load, serve))
     with report.progress_bar("requests", load.num_prompts) as advance:
         run = asyncio.run(bench.run(runs[0], model, load, serve, advance))
-    how = f"{load.concurrency} in flight" if serve.request_rate is None else f"{serve.request_rate:g} requests/s"
-    report.print_table(f"{serve.base_url}, {load.workload}, {how}, {load.output_len} tokens each", {"": run})
+    report.print_table(f"{serve.base_url}, {load}", {"": run})
     result = report.document(
         "serve", command_line(args), **run.summary(), model=model, load=dataclasses.asdict(load),
-        server={"base_url": serve.base_url, "endpoint": serve.endpoint, "request_rate": serve.request_rate},
+        server={"base_url": serve.base_url, "endpoint": serve.endpoint},
     )
     return report.finish(result, output)
 

@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     [prompts] = throughput.prepare(engine, load)
     with report.progress_bar("requests", len(prompts)) as advance:
         run = throughput.run(engine, prompts, load, advance)
-    report.print_table(f"{load.workload}, {load.concurrency} in flight, {load.output_len} tokens each", {"": run})
+    report.print_table(str(load), {"": run})
     result = report.document(
         "throughput", command_line(args), **run.summary(), physics=limits.to_json(), ready_s=ready_s,
         peak_memory_bytes=max(load_peak, environment.peak_memory_bytes()),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway import __version__
-from headway.config import EngineConfig
+from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, DraftView, Policy
 from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, Drafter, DraftRequest
@@ -59,31 +59,40 @@ class Engine:
         self.config = config
         self.model = load_model(config.model, dtype=config.dtype, device=config.device, progress=progress)
         self.tokenizer = Tokenizer(self.model.directory)
-        speculative = config.speculative
+        memory = plan_memory(config, self.model)
+        self.max_model_len = memory.max_model_len
+        self.runner = Runner(self.model, memory.num_blocks, config.block_size)
+        self.requests: dict[str, list[Sequence]] = {}
+        self.speculate(config.speculative)
+        self.metrics = EngineMetrics()
+        self.trace = TraceWriter(config.trace, self._trace_header()) if config.trace else None
+        self._texts: dict[int, TextOutput] = {}
+        self._prompt_logprobs: dict[str, prompt_logprobs.Collector] = {}
+        self._seq_ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    def speculate(self, speculative: SpeculativeConfig | None) -> None:
+        """Starts afresh with this way to speculate: new drafters, policy, scheduler and an empty prefix cache around the loaded model.
+
+        Only for an engine without work: a sweep changes the configuration this way without loading the model again.
+        """
+        assert not self.requests, "the way to speculate can only change while nothing runs"
+        config, num_blocks = self.config, self.runner.cache.num_blocks
         self.drafters: dict[str, Drafter] = {}
         self.policy: Policy | None = None
         if speculative is not None:
             self.drafters[speculative.method] = speculative.build_drafter()
             self.policy = speculative.build_policy()
-        memory = plan_memory(config, self.model)
-        self.max_model_len = memory.max_model_len
-        self.runner = Runner(self.model, memory.num_blocks, config.block_size, self._hidden_layers())
+        self.runner.hidden_layers = self._hidden_layers()
         self.scheduler = Scheduler(
-            BlockPool(memory.num_blocks, config.block_size, config.enable_prefix_caching),
+            BlockPool(num_blocks, config.block_size, config.enable_prefix_caching),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=memory.max_model_len,
+            max_model_len=self.max_model_len,
             drafters=tuple(self.drafters),
             max_k=speculative.num_speculative_tokens if speculative else 0,
         )
         self.verifier = Verifier(speculative, self.model.config.vocab_size, self.model.device)
-        self.metrics = EngineMetrics()
-        self.trace = TraceWriter(config.trace, self._trace_header()) if config.trace else None
-        self.requests: dict[str, list[Sequence]] = {}
-        self._texts: dict[int, TextOutput] = {}
-        self._prompt_logprobs: dict[str, prompt_logprobs.Collector] = {}
-        self._seq_ids = itertools.count()
-        self._seeds = random.Random(config.seed)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
