@@ -1,0 +1,176 @@
+"""EAGLE-1 and EAGLE-3 heads, from the checkpoints that are published.
+
+Layouts read, told apart by their names:
+
+- speculators (config.json with `speculators_model_type: eagle3`): `fc`, `layers.N`, `norm`, `lm_head`, `d2t`, `t2d`, and where the
+  configuration says so `input_norm` (`norm_before_fc`) or `fc_norm.N`;
+- the EAGLE repository's EAGLE-3: the same with `midlayer` for `layers.0`;
+- the EAGLE repository's EAGLE-1: `fc` (2 * hidden -> hidden, often with a bias) and `layers.N`, no norms before or after; reads the
+  target's last hidden state and ends in the target's own output layer.
+
+EAGLE-1: arXiv:2401.15077. EAGLE-3: arXiv:2503.01840.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.drafters._checkpoint import Checkpoint, decoder_shape
+from headway.drafters._feature_network import Builder, FeatureNetwork
+from headway.errors import ModelError
+from headway.models.decoder import Decoder
+from headway.models.layers import Linear, RMSNorm
+
+
+def load_eagle(directory: Path, target: Decoder) -> Eagle1 | Eagle3:
+    """Raises ModelError naming what is missing, misshapen, or made for another target."""
+    with torch.inference_mode():
+        checkpoint = Checkpoint(directory, prefixes=("model.",))
+        kind = checkpoint.config.get("speculators_model_type")
+        if kind not in (None, "eagle3"):
+            raise ModelError(f"{directory} is a speculator of type {kind!r}; eagle reads: eagle3, and the EAGLE repository's layouts")
+        version_3 = kind == "eagle3" or "midlayer.self_attn.q_proj.weight" in checkpoint or "d2t" in checkpoint
+        network = _eagle3(checkpoint, target) if version_3 else _eagle1(checkpoint, target)
+        checkpoint.finish(ignored=("lm_head.weight", "t2d", "hidden_norm.weight", "verifier_norm.weight", "verifier_lm_head.weight"))
+        return network
+
+
+class Eagle3(FeatureNetwork):
+    """Reads low, middle and high hidden states; its first layer attends over [embedding, feature]."""
+
+    fc: Linear
+    fc_norms: list[RMSNorm]          # one per hidden state; empty: none
+    input_norm: RMSNorm | None       # over all hidden states together
+    hidden_norm: RMSNorm
+    norm: RMSNorm
+    norm_before_residual: bool
+    norm_output: bool                # features handed on are after the final norm (EAGLE 3.1)
+
+    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        parts = [norm(part) for norm, part in zip(self.fc_norms, hidden, strict=True)] if self.fc_norms else hidden
+        x = torch.cat(tuple(parts), -1)
+        return self.fc(x if self.input_norm is None else self.input_norm(x))
+
+    def enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.hidden_norm(features)
+        return torch.cat([self.layers[0].input_norm(embeds), normed], -1), normed if self.norm_before_residual else features
+
+    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.norm(x)
+        return self.lm_head(normed), normed if self.norm_output else x
+
+
+class Eagle1(FeatureNetwork):
+    """Continues the target's last hidden state itself, so the target's output layer reads it."""
+
+    fc: Linear
+
+    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        return hidden[0]
+
+    def enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.fc(torch.cat([embeds, features], -1))
+        return x, x
+
+    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.lm_head(x), x
+
+
+def _eagle3(checkpoint: Checkpoint, target: Decoder) -> Eagle3:
+    config = checkpoint.config
+    layer_config = config.get("transformer_layer_config", config)
+    if not isinstance(layer_config, Mapping):
+        raise ModelError(f"{checkpoint.directory / 'config.json'}: transformer_layer_config must be an object")
+    num_layers = checkpoint.number("num_hidden_layers", layer_config, 1)
+    shape = decoder_shape(checkpoint, layer_config, target.config, num_layers)
+    hidden, target_hidden = shape.hidden_size, target.config.hidden_size
+    made_for = config.get("target_hidden_size") or hidden
+    if made_for != target_hidden:
+        raise ModelError(f"{checkpoint.directory}: made for a target of hidden size {made_for}, the target's is {target_hidden}")
+    layer_ids = _hidden_layers(checkpoint, config, target.config.num_layers)
+    build = Builder(checkpoint, shape, target.dtype, target.device)
+    first = "midlayer" if "midlayer.self_attn.q_proj.weight" in checkpoint else "layers.0"
+    layers = [build.layer(first, size_in=2 * hidden, window=_window(layer_config, 0))]
+    layers += [build.layer(f"layers.{index}", window=_window(layer_config, index)) for index in range(1, num_layers)]
+    hidden_norm = build.norm(f"{first}.hidden_norm")
+    fc = build.linear("fc", {"": hidden}, len(layer_ids) * target_hidden)
+    target_ids = _target_ids(checkpoint, config, shape.vocab_size)
+    vocab = shape.vocab_size if target_ids is None else len(target_ids)
+    network = Eagle3(shape, layer_ids, build.embedding("embed_tokens.weight", target.embedding), layers,
+                     _lm_head(build, target, vocab), None if target_ids is None else target_ids.to(target.device))
+    network.fc, network.hidden_norm, network.norm = fc, hidden_norm, build.norm("norm")
+    both = len(layer_ids) * target_hidden
+    network.input_norm = build.norm("input_norm", both) if config.get("norm_before_fc") else None
+    network.fc_norms = [build.norm(f"fc_norm.{i}", target_hidden) for i in range(len(layer_ids))] if config.get("fc_norm") else []
+    network.norm_before_residual = bool(config.get("norm_before_residual", False))
+    network.norm_output = bool(config.get("norm_output", False))
+    network.num_bytes = build.num_bytes
+    return network
+
+
+def _eagle1(checkpoint: Checkpoint, target: Decoder) -> Eagle1:
+    num_layers = checkpoint.number("num_hidden_layers", checkpoint.config, 1)
+    shape = decoder_shape(checkpoint, checkpoint.config, target.config, num_layers)
+    hidden = shape.hidden_size
+    if hidden != target.config.hidden_size:
+        raise ModelError(f"{checkpoint.directory}: made for a target of hidden size {hidden}, the target's is {target.config.hidden_size}")
+    build = Builder(checkpoint, shape, target.dtype, target.device)
+    # Some publishers kept the first layer's input norm; the EAGLE repository has none there.
+    layers = [build.layer(f"layers.{i}", input_norm=i > 0) for i in range(num_layers)]
+    fc = build.linear("fc", {"": hidden}, 2 * hidden, bias="fc.bias" in checkpoint)
+    network = Eagle1(shape, (-1,), build.embedding("embed_tokens.weight", target.embedding), layers, target.lm_head, None)
+    network.fc, network.num_bytes = fc, build.num_bytes
+    return network
+
+
+def _lm_head(build: Builder, target: Decoder, vocab: int) -> Linear:
+    hidden = build.shape.hidden_size
+    if "lm_head.weight" in build.checkpoint:
+        return Linear(build.take("lm_head.weight", vocab, hidden))
+    if vocab != target.config.vocab_size or hidden != target.config.hidden_size:
+        raise build.error(f"the weights lack lm_head.weight, and the target's output layer does not fit ([{vocab}, {hidden}] is needed)")
+    return target.lm_head
+
+
+def _hidden_layers(checkpoint: Checkpoint, config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Published ids count what has been computed: id i is the output of layer i - 1, so `num_layers` is the last layer's."""
+    nested = config.get("eagle_config")
+    given = config.get("eagle_aux_hidden_state_layer_ids") or (nested or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = [2, num_layers // 2, num_layers - 3] if given is None else given
+    where = checkpoint.directory / "config.json"
+    if given is None and num_layers < 6:
+        raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids must be given for a target of {num_layers} layers")
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and 1 <= i <= num_layers for i in ids):
+        raise ModelError(f"{where}: eagle_aux_hidden_state_layer_ids must be a list of layers 1..{num_layers} of the target, got {ids!r}")
+    return tuple(i - 1 for i in sorted(set(ids)))
+
+
+def _target_ids(checkpoint: Checkpoint, config: Mapping[str, Any], vocab: int) -> Tensor | None:
+    """d2t holds offsets: draft token i is the target's token i + d2t[i]."""
+    size = checkpoint.number("draft_vocab_size", config, checkpoint.shape("d2t")[0] if "d2t" in checkpoint else vocab)
+    if size > vocab:
+        raise ModelError(f"{checkpoint.directory}: the draft vocabulary has {size} tokens, the target's {vocab}")
+    if "d2t" not in checkpoint:
+        if size != vocab:
+            raise ModelError(f"{checkpoint.directory}: the weights lack d2t, which maps {size} draft tokens to the target's {vocab}")
+        return None
+    ids = checkpoint.take("d2t", (size,), "int").to(torch.int64) + torch.arange(size)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) != size:
+        raise ModelError(f"{checkpoint.directory}: d2t does not map to distinct tokens of the target's vocabulary of {vocab}")
+    if "t2d" in checkpoint:
+        known = checkpoint.take("t2d", (vocab,), "bool")
+        if int(known.sum()) != size or not bool(known[ids].all()):
+            raise ModelError(f"{checkpoint.directory}: t2d and d2t do not describe the same draft vocabulary")
+    return None if size == vocab and bool((ids == torch.arange(size)).all()) else ids
+
+
+def _window(config: Mapping[str, Any], index: int) -> int | None:
+    kinds = config.get("layer_types") or []
+    sliding = index < len(kinds) and kinds[index] == "sliding_attention"
+    return config.get("sliding_window") if sliding else None
+

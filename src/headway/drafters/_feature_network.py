@@ -1,0 +1,157 @@
+"""What EAGLE heads and multi-token prediction modules have in common: a short decoder that continues the target's features.
+
+Position i holds the pair (token i + 1, feature i): the token is known, the feature is made from the target's hidden states at
+position i, or, while drafting, is the network's own output one position before. Each kind of network says how features are
+made (`fuse`), how the pair enters the first layer (`enter`), and what is read off at the end (`predict`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.drafters._checkpoint import Checkpoint
+from headway.errors import ModelError
+from headway.models.attention import AttentionPlan, KVCache, attend
+from headway.models.config import ModelConfig
+from headway.models.layers import Layer, Linear, RMSNorm
+from headway.models.rope import inverse_frequencies, rotate_, rotation
+
+
+class FeatureNetwork(ABC):
+    """For inference only; weights in the target's dtype on its device.
+
+    shape          dimensions of its decoder layers
+    hidden_layers  the target's hidden states that `fuse` wants, by the convention of `Decoder.forward`
+    target_ids     int64 [draft vocabulary]: the target's token for each of the draft vocabulary; None: they are the same
+    """
+
+    def __init__(
+        self, shape: ModelConfig, hidden_layers: tuple[int, ...], embedding: Tensor, layers: list[Layer], lm_head: Linear,
+        target_ids: Tensor | None,
+    ) -> None:
+        self.shape = shape
+        self.hidden_layers = hidden_layers
+        self.embedding = embedding
+        self.layers = layers
+        self.lm_head = lm_head
+        self.target_ids = target_ids
+        self.dtype, self.device = embedding.dtype, embedding.device
+        inv_freq, self.rope_factor = inverse_frequencies(shape.rope, shape.head_dim, shape.max_position)
+        self.inv_freq = inv_freq.to(self.device)
+        self.num_bytes = 0   # of its own weights; set by the loader
+
+    @abstractmethod
+    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        """The target's hidden states, one [n, target hidden] per entry of `hidden_layers` -> features [n, hidden]."""
+
+    @abstractmethod
+    def enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, hidden] both -> (input of the first layer's attention, residual [n, hidden])."""
+
+    @abstractmethod
+    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of the last layer [n, hidden] -> (logits [n, draft vocabulary], features for the next position [n, hidden])."""
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, features: Tensor, plan: AttentionPlan, cache: KVCache, *, fill: bool = False
+    ) -> Tensor:
+        """One pass; K/V of the rows is written to `cache`. Returns the last layer's output [n, hidden].
+
+        token_ids, positions, features   [n], [n], [n, hidden]: row i is (token after its position, its position, its feature)
+        fill    only the K/V is wanted: stops as soon as the last layer's is written and returns the last layer's input. For a network
+                of one layer that is one matrix product per row and no attention at all.
+        """
+        if plan.order is not None:
+            token_ids, positions, features = token_ids[plan.order], positions[plan.order], features[plan.order]
+        cos, sin = rotation(positions, self.inv_freq, self.rope_factor, self.dtype)
+        x, residual = self.enter(F.embedding(token_ids, self.embedding), features, positions)
+        for index, layer in enumerate(self.layers):
+            if index > 0:
+                x, residual = layer.input_norm(residual), residual
+            q, pages = self._project(layer, x, cos, sin), cache.layers[index]
+            plan.write(q[:, self.shape.num_heads :], pages)
+            if fill and index == len(self.layers) - 1:
+                return residual
+            residual = layer.o.add_to(residual, attend(q[:, : self.shape.num_heads], pages, plan, layer.window))
+            residual = layer.mlp(layer.post_norm(residual), residual)
+        return residual if plan.inverse is None else residual[plan.inverse]
+
+    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[n, in] -> rotated queries and keys, and values: [n, heads + 2 * kv_heads, head_dim]."""
+        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
+        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, self.shape.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
+            qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
+        rotate_(qkv[:, : heads + kv_heads], cos, sin)
+        return qkv
+
+
+class Builder:
+    """Takes a checkpoint's tensors in the target's dtype, on its device, and counts their bytes."""
+
+    def __init__(self, checkpoint: Checkpoint, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.checkpoint, self.shape, self.dtype, self.device = checkpoint, shape, dtype, device
+        self.num_bytes = 0
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        tensor = self.checkpoint.take(name, shape).to(device=self.device, dtype=self.dtype)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def norm(self, name: str, size: int | None = None) -> RMSNorm:
+        return RMSNorm(self.take(f"{name}.weight", self.shape.hidden_size if size is None else size), self.shape.rms_norm_eps)
+
+    def linear(self, prefix: str, parts: dict[str, int], size_in: int, bias: bool = False) -> Linear:
+        """Fused rows of `prefix.part`, in order."""
+        names = {f"{prefix}.{part}".rstrip("."): size for part, size in parts.items()}
+        weight = torch.cat([self.take(f"{name}.weight", size, size_in) for name, size in names.items()])
+        return Linear(weight, torch.cat([self.take(f"{name}.bias", size) for name, size in names.items()]) if bias else None)
+
+    def layer(self, name: str, *, size_in: int | None = None, input_norm: bool = True, window: int | None = None) -> Layer:
+        """A decoder layer in Hugging Face names; `size_in`: what its attention reads when that is not the hidden size."""
+        shape = self.shape
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        attention = f"{name}.self_attn"
+        qk_norm = f"{attention}.q_norm.weight" in self.checkpoint
+
+        def has_bias(part: str) -> bool:
+            return f"{name}.{part}.bias" in self.checkpoint
+
+        unit = torch.ones(hidden, dtype=self.dtype, device=self.device)
+        return Layer(
+            input_norm=self.norm(f"{name}.input_layernorm") if input_norm else RMSNorm(unit, shape.rms_norm_eps),
+            qkv=self.linear(
+                attention, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, size_in or hidden, has_bias("self_attn.q_proj")
+            ),
+            q_norm=self.norm(f"{attention}.q_norm", shape.head_dim) if qk_norm else None,
+            k_norm=self.norm(f"{attention}.k_norm", shape.head_dim) if qk_norm else None,
+            o=self.linear(attention, {"o_proj": hidden}, q_size, has_bias("self_attn.o_proj")),
+            post_norm=self.norm(f"{name}.post_attention_layernorm"),
+            gate_up=self.linear(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, has_bias("mlp.gate_proj")),
+            down=self.linear(f"{name}.mlp", {"down_proj": hidden}, inner, has_bias("mlp.down_proj")),
+            window=window,
+        )
+
+    def embedding(self, name: str, of_target: Tensor) -> Tensor:
+        """The checkpoint's own embedding, or the target's where it has none or the same."""
+        vocab, hidden = self.shape.vocab_size, self.shape.hidden_size
+        if name not in self.checkpoint:
+            if of_target.shape[1] != hidden:
+                raise self.error(f"hidden size {hidden} is not the target's ({of_target.shape[1]}), so the weights need {name}")
+            return of_target
+        own = self.checkpoint.take(name, (vocab, hidden)).to(device=self.device, dtype=self.dtype)
+        if torch.equal(own, of_target):
+            return of_target
+        self.num_bytes += own.nbytes
+        return own
+
+    def error(self, message: str) -> ModelError:
+        return ModelError(f"{self.checkpoint.directory}: {message}")
