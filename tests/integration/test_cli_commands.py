@@ -229,6 +229,31 @@ def test_flags_of_an_arm_win_over_the_common_ones(headway: Headway, tiny_dir: Pa
     assert (result["a"]["config"]["max_num_seqs"], result["b"]["config"]["max_num_seqs"]) == (8, 4)
 
 
+def test_a_sweep_is_measured_continued_and_reported(headway: Headway, tiny_dir: Path, tmp_path: Path) -> None:
+    words = (
+        "bench", "sweep", str(tiny_dir), *FAST, "--workloads", "chat", "--concurrencies", "1,2", "--patterns", "rollout",
+        "--num-prompts", "2", "--pattern-workload", "chat", "--pattern-concurrency", "2",
+        "--configurations", "off,suffix-k2,batch_table", "--output-len", "16", "--warmup", "1", "--output", str(tmp_path / "s.json"),
+    )
+    out, err = headway(*words, "--repeats", "1")
+    result = document(out)
+    assert result["analysis"]["num_blocks"] == 3
+    assert result["analysis"]["equal_outputs_share"] == 1.0   # fp32: speculation changes nothing
+    assert result["invalid"] is False
+    assert "9/9" in err
+    out, err = headway(*words, "--repeats", "2")
+    assert "9 are in" in err
+    assert document(out)["analysis"]["num_blocks"] == 6
+    saved = json.loads((tmp_path / "s.json").read_text())
+    assert len(saved["runs"]) == 18
+    assert {run["num_output_tokens"] for run in saved["runs"] if "rollout" not in run["cell"]} == {32}
+    assert {run["num_output_tokens"] for run in saved["runs"] if "rollout" in run["cell"]} == {16 + 64}
+    page = (tmp_path / "s.html").read_text()
+    (tmp_path / "s.html").unlink()
+    headway("bench", "sweep", "--output", str(tmp_path / "s.json"), "--report-only")
+    assert (tmp_path / "s.html").read_text() == page
+
+
 # -- benchmarks against a server ----------------------------------------------------------------------------------
 
 

@@ -28,9 +28,14 @@ def prepare(engine: Engine, options: LoadOptions, num_runs: int = 1) -> list[lis
 
 
 def run(
-    engine: Engine, prompts: Sequence[list[int]], options: LoadOptions, progress: Progress | None = None, label: str = "bench"
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    options: LoadOptions,
+    progress: Progress | None = None,
+    label: str = "bench",
+    on_step: Callable[[], None] | None = None,
 ) -> Run:
-    """Starts requests as `options.arrivals` says until all prompts are answered.
+    """Starts requests as `options.arrivals` says until all prompts are answered. `on_step` is called after every step.
 
     Raises InvalidRequestError when a prompt cannot be served (too long for the context): nothing of such a run counts.
     """
@@ -67,6 +72,8 @@ def run(
                 finished += 1
         if finished and progress:
             progress(finished)
+        if on_step:
+            on_step()
     return _measured(engine, before, records, stats)
 
 

@@ -37,10 +37,19 @@ class Setting:
     source: str
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = ()) -> None:
+def add_engine_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ...] = (), speculation: bool = True) -> None:
     """MODEL, one flag per field of EngineConfig, the speculation flags and --config."""
     parser.add_argument("model_name", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model")
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=("speculative", *skip))
+    if speculation:
+        _add_speculation_arguments(parser)
+    parser.add_argument(
+        "--config", dest="config_file", metavar="FILE.json", default=argparse.SUPPRESS,
+        help="a JSON object with these flags' names as keys; a flag on the command line wins over the file",
+    )
+
+
+def _add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation", argument_default=argparse.SUPPRESS)
     group.add_argument(
         "-sc", "--speculative-config", "--spec", dest="speculative_config", metavar="JSON",
@@ -50,10 +59,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, skip: tuple[str, ..
     group.add_argument("--spec-model", metavar="MODEL", help="draft model, for the drafters that have one")
     group.add_argument("--spec-tokens", type=positive_int, metavar="N", help="upper bound on drafts per sequence and step")
     group.add_argument("--spec-policy", metavar="NAME[:KEY=VALUE,...]", help="how many drafts, step by step; see `headway list policies`")
-    parser.add_argument(
-        "--config", dest="config_file", metavar="FILE.json", default=argparse.SUPPRESS,
-        help="a JSON object with these flags' names as keys; a flag on the command line wins over the file",
-    )
 
 
 def engine_config(args: argparse.Namespace) -> tuple[EngineConfig, list[Setting]]:

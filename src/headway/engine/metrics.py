@@ -82,6 +82,7 @@ class EngineMetrics:
         self.num_sampling_rows = 0
         self.num_planned_drafts = 0          # sum of the k the policy asked for and the scheduler granted
         self.num_proposed_drafts = 0
+        self.num_verified_drafts = 0
         self.verified: Counter[tuple[str, int, int]] = Counter()   # (drafter, verified, accepted) -> rows; verified > 0
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
         self.inter_token_latency = Histogram(INTER_TOKEN_BUCKETS)
@@ -113,6 +114,7 @@ class EngineMetrics:
             if seq.drafter != NO_DRAFT:
                 self.num_planned_drafts += seq.k
                 self.num_proposed_drafts += seq.num_proposed
+                self.num_verified_drafts += seq.num_drafts
                 if seq.num_drafts:
                     self.verified[seq.drafter, seq.num_drafts, seq.num_accepted] += 1
         now = time.monotonic()
@@ -168,9 +170,7 @@ class EngineMetrics:
     @property
     def mean_k(self) -> float:
         """Verified drafts per sampling row; 0 where a row did not speculate."""
-        verified = self.verified.copy()
-        drafts = sum(num_drafts * rows for (_, num_drafts, _), rows in verified.items())
-        return drafts / self.num_sampling_rows if self.num_sampling_rows else 0.0
+        return self.num_verified_drafts / self.num_sampling_rows if self.num_sampling_rows else 0.0
 
     def speculation(self) -> dict[str, SpecDecodeMetrics]:
         """Per drafter: steps, drafts and acceptances, by position. `num_steps` counts speculative steps only."""
