@@ -11,7 +11,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
@@ -38,7 +38,9 @@ def option(default: Any, help: str, **extra: Any) -> Any:
 class SpeculativeConfig:
     """How to speculate. `parse` reads what vLLM's --speculative-config takes, plus the key "policy"."""
 
-    method: str = option(DEFAULT_METHOD, "drafter: a name from `headway list drafters`, or package.module:Class")
+    method: str | tuple[str, ...] = option(
+        DEFAULT_METHOD, "drafter, or a list of drafters to choose from: names from `headway list drafters`, or package.module:Class"
+    )
     num_speculative_tokens: int = option(DEFAULT_NUM_SPECULATIVE_TOKENS[DEFAULT_METHOD], "upper bound on drafts per sequence and step")
     policy: str = option("static", "how many drafts, step by step: a name from `headway list policies`, or package.module:Class")
     model: str | None = option(None, "draft model, for the drafters that have one")
@@ -47,7 +49,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = option(None, "synthetic: mean tokens per step, the bonus token included")
     typical_acceptance_threshold: float = option(0.09, "lossy_typical: probability floor (Medusa's epsilon)")
     typical_acceptance_alpha: float = option(0.3, "lossy_typical: entropy factor (Medusa's delta)")
-    drafter_options: Mapping[str, Any] = option({}, "options of the drafter, by the names its file declares")
+    drafter_options: Mapping[str, Mapping[str, Any]] = option({}, "drafter -> its options, by the names its file declares")
     policy_options: Mapping[str, Any] = option({}, "options of the policy, by the names its file declares")
 
     def __post_init__(self) -> None:
@@ -106,11 +108,13 @@ class SpeculativeConfig:
 
     @classmethod
     def _from_mapping(cls, given: dict[str, Any]) -> SpeculativeConfig:
-        method = given.pop("method", DEFAULT_METHOD)
-        if not isinstance(method, str):
-            raise ConfigError(f"method must be one drafter's name, got {method!r}. Accepted: {', '.join(plugins.names('drafter'))}")
-        drafter = plugins.load("drafter", method)
-        drafter_options = _option_types(drafter)
+        method, drafter_given = _split_method(given.pop("method", DEFAULT_METHOD))
+        names = (method,) if isinstance(method, str) else method
+        drafter_types = {name: _option_types(plugins.load("drafter", name)) for name in names}
+        for name, options in drafter_given.items():
+            for key in options:
+                if key not in drafter_types[name]:
+                    raise ConfigError(unknown_key(f"option of drafter {name!r}", str(key), [*drafter_types[name], "name"]))
         policy, policy_given = _split_policy(given.pop("policy", None))
         for key, implied in POLICY_KEYS.items():
             if key in given:
@@ -125,27 +129,39 @@ class SpeculativeConfig:
             if key not in policy_options:
                 raise ConfigError(unknown_key(f"option of policy {policy!r}", str(key), [*policy_options, "name"]))
         own = {k: hint for k, hint in _field_types(cls).items() if k not in ("drafter_options", "policy_options", "method", "policy")}
-        accepted = {*own, *drafter_options, *POLICY_KEYS, "method", "policy"}
-        for key in given:
+        declared = {key: [name for name in names if key in drafter_types[name]] for types_of in drafter_types.values() for key in types_of}
+        accepted = {*own, *declared, *POLICY_KEYS, "method", "policy"}
+        for key, value in given.items():
             if key not in accepted:
-                raise ConfigError(unknown_key(f"key in the speculative config of method {method!r}:", str(key), accepted))
-        if given.get("model") is not None and not drafter.takes_model:
-            raise ConfigError(f"method {method!r} has no draft model, so \"model\" cannot be given")
-        given.setdefault("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS.get(method, 4))
+                raise ConfigError(unknown_key(f"key in the speculative config of method {_quoted(names)}:", str(key), accepted))
+            if key in declared:
+                _give_option(declared[key], str(key), value, drafter_given)
+        if given.get("model") is not None and not any(plugins.load("drafter", name).takes_model for name in names):
+            raise ConfigError(f"method {_quoted(names)} has no draft model, so \"model\" cannot be given")
+        given.setdefault("num_speculative_tokens", max(DEFAULT_NUM_SPECULATIVE_TOKENS.get(name, 4) for name in names))
         config = cls(
             method=method,
             policy=policy,
             **{key: _checked(key, value, own[key]) for key, value in given.items() if key in own},
-            drafter_options={k: _checked(k, v, drafter_options[k]) for k, v in given.items() if k in drafter_options},
+            drafter_options={
+                name: {k: _checked(k, v, drafter_types[name][k]) for k, v in options.items()} for name, options in drafter_given.items()
+            },
             policy_options={k: _checked(k, v, policy_options[k]) for k, v in policy_given.items()},
         )
-        for kind, name, options in (("drafter", method, config.drafter_options), ("policy", policy, config.policy_options)):
-            _options(kind, name, options)   # the ranges are checked now, not when the engine is built
+        for name in names:
+            _options("drafter", name, config.drafter_options.get(name, {}))   # the ranges are checked now, not when the engine is built
+        _options("policy", policy, config.policy_options)
         return config
 
-    def build_drafter(self) -> Any:
-        """The drafter this config names (a `drafters.drafter.Drafter`)."""
-        return _build("drafter", self.method, self.drafter_options)
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The drafters' names, in order of preference."""
+        return (self.method,) if isinstance(self.method, str) else self.method
+
+    def build_drafter(self, name: str | None = None) -> Any:
+        """One of `methods`, by default the first (a `drafters.drafter.Drafter`)."""
+        name = name or self.methods[0]
+        return _build("drafter", name, self.drafter_options.get(name, {}))
 
     def build_policy(self) -> Any:
         """The policy this config names (a `control.policy.Policy`)."""
@@ -187,6 +203,48 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be >= max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence gets at least one token a step"
             )
+
+
+def _split_method(value: Any) -> tuple[str | tuple[str, ...], dict[str, dict[str, Any]]]:
+    """A name, "a,b", or a list of names and of {"name": ..., options} -> (name or names, drafter -> options)."""
+    listed = value
+    if isinstance(value, str):
+        listed = value.split(",") if "," in value else [value]
+    elif isinstance(value, Mapping):
+        listed = [value]
+    names: list[str] = []
+    options: dict[str, dict[str, Any]] = {}
+    for entry in listed if isinstance(listed, (list, tuple)) else [None]:
+        name = entry.get("name") if isinstance(entry, Mapping) else entry
+        if not isinstance(name, str):
+            raise ConfigError(
+                f'method must be a drafter\'s name or a list of names (or of {{"name": ..., options}}), got {value!r}. '
+                f"Accepted: {', '.join(plugins.names('drafter'))}"
+            )
+        name = name.strip()
+        if name in names:
+            raise ConfigError(f"method names the drafter {name!r} twice")
+        names.append(name)
+        if isinstance(entry, Mapping) and len(entry) > 1:
+            options[name] = {k: v for k, v in entry.items() if k != "name"}
+    if not names:
+        raise ConfigError(f"method is an empty list. Accepted: {', '.join(plugins.names('drafter'))}")
+    return names[0] if len(names) == 1 else tuple(names), options
+
+
+def _give_option(owners: list[str], key: str, value: Any, given: dict[str, dict[str, Any]]) -> None:
+    """Hands a key at the top level to the one drafter that declares it."""
+    if len(owners) > 1:
+        raise ConfigError(
+            f"{key} is an option of {_quoted(owners)}; say whose: \"method\": [{{\"name\": \"{owners[0]}\", \"{key}\": ...}}, ...]"
+        )
+    if key in given.get(owners[0], {}):
+        raise ConfigError(f"{key} is given twice: by itself and inside \"method\"")
+    given.setdefault(owners[0], {})[key] = value
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
 
 
 def _split_policy(value: Any) -> tuple[str | None, dict[str, Any]]:

@@ -326,6 +326,44 @@ class SequenceFeedback:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowFeedback:
+    """A draft, or its tail, that was not verified, judged by what the target wrote later: evidence that cost no verification.
+
+    Draft tokens [num_verified, num_drafts) were compared, those before had been verified and accepted. The first `num_confirmed` of the
+    compared ones are what the target wrote; when they are not all, the next one is not. A sequence that ended sooner cuts
+    `num_drafts` to what could be compared. Only drafts that are a function of the prefix are shadowed.
+    """
+
+    seq_id: int
+    drafter: str
+    num_verified: int
+    num_drafts: int
+    num_confirmed: int
+    confidence: tuple[float, ...] | None = None   # per draft token, of all `num_drafts`
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFeedback:
+    """What one drafter was asked for in one step, shadow drafts included, and the time it took."""
+
+    drafter: str
+    num_rows: int                     # sequences it drafted for
+    num_steps: int                    # the largest k among them
+    num_catch_up: int                 # known tokens it had not been asked about before, summed over the rows, one per row not counted
+    num_proposed: int
+    draft_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a policy expected of the step it chose, and of the same step without drafts."""
+
+    step_ms: float
+    num_tokens: float                 # tokens written, over all sequences
+    plain_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Feedback:
     """One finished step, as a policy (and a trace) sees it. Times in milliseconds."""
 
@@ -337,6 +375,13 @@ class Feedback:
     draft_ms: float
     verify_ms: float                  # target forward pass and accept/reject
     step_ms: float                    # everything, scheduling and commit included
+    num_rows: int = 0                 # sequences in the forward pass, prefill chunks included
+    num_waiting: int = 0
+    policy_ms: float = 0.0            # plan, shadow and select of this step, observe of the step before
+    drafters: tuple[DrafterFeedback, ...] = ()
+    shadows: tuple[ShadowFeedback, ...] = ()   # resolved in this step, whenever they were drafted
+    forecast: Forecast | None = None
+    reason: str = ""                  # why the policy last changed what it does, in a few words
 
 
 @dataclass(slots=True)
@@ -374,6 +419,7 @@ def vllm_metrics(stats: SpecDecodeMetrics) -> Mapping[str, Any]:
 
 
 __all__: SequenceOf[str] = [
-    "Choice", "Draft", "Feedback", "NO_DRAFT", "OutputDelta", "Request", "RequestSpeculation", "Row", "SamplingParams",
-    "Sequence", "SequenceFeedback", "SpecDecodeMetrics", "Status", "StepPlan", "TokenLogprobs", "Verdict", "vllm_metrics",
+    "Choice", "Draft", "DrafterFeedback", "Feedback", "Forecast", "NO_DRAFT", "OutputDelta", "Request", "RequestSpeculation", "Row",
+    "SamplingParams", "Sequence", "SequenceFeedback", "ShadowFeedback", "SpecDecodeMetrics", "Status", "StepPlan", "TokenLogprobs",
+    "Verdict", "vllm_metrics",
 ]

@@ -247,7 +247,7 @@ def failing(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["config", "--spec-tokens", "0"], "'0' is not a whole number >= 1"),
         (["config", "-sc", "{"], "not valid JSON"),
         (["config", "-sc", '{"method": "ngram", "lookup": 1}'], "Accepted: "),
-        (["config", "-sc", '{"method": ["ngram"]}'], "one drafter"),
+        (["config", "-sc", '{"method": [3]}'], "a drafter's name"),
         (["config", "--spec-policy", "static:a=1"], "option of policy 'static'"),
         (["config", "--config", "/no/such/file"], "No such file"),
         (["serve", "--port", "70000"], "port must be in"),

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config import DEFAULT_NUM_SPECULATIVE_TOKENS, POLICY_KEYS, EngineConfig, SpeculativeConfig
+from headway.drafters.ngram import Ngram
 from headway.errors import ConfigError, HeadwayError
 
 TABLE = "num_speculative_tokens_per_batch_size"
@@ -51,7 +52,7 @@ def test_json_and_mapping_are_the_same() -> None:
     }  # fmt: skip
     config = parse(given_keys)
     assert config == parse(json.dumps(given_keys)) == parse(config)
-    assert config.drafter_options == {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    assert config.drafter_options == {"ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2}}
     assert (config.policy, config.policy_options) == ("batch_table", {TABLE: ((1, 4, 5), (5, 9, 0))})
     assert given_keys["method"] == "ngram"   # the caller's mapping is left alone
 
@@ -68,6 +69,33 @@ def test_json_and_mapping_are_the_same() -> None:
 def test_ways_to_say_a_policy(value: dict[str, Any]) -> None:
     config = parse(value)
     assert (config.policy, config.policy_options) == ("batch_table", {TABLE: ((1, 9, 2),)})
+
+
+class Twin(Ngram):
+    """Declares the same options as another drafter."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"method": ["suffix", "ngram"], "prompt_lookup_max": 3},
+        {"method": "suffix,ngram", "prompt_lookup_max": 3},
+        {"method": ["suffix", {"name": "ngram", "prompt_lookup_max": 3}]},
+    ],
+)
+def test_several_drafters(value: dict[str, Any]) -> None:
+    config = parse(value)
+    assert config.methods == config.method == ("suffix", "ngram")
+    assert config.num_speculative_tokens == 16
+    assert config.drafter_options == {"ngram": {"prompt_lookup_max": 3}}
+    assert [config.build_drafter(name).name for name in config.methods] == ["suffix", "ngram"]
+
+
+def test_equal_option_names_are_told_apart() -> None:
+    twin = "tests.unit.test_config:Twin"
+    config = parse({"method": [{"name": twin, "prompt_lookup_max": 4}, {"name": "ngram", "prompt_lookup_max": 3}]})
+    assert config.drafter_options == {twin: {"prompt_lookup_max": 4}, "ngram": {"prompt_lookup_max": 3}}
+    assert parse({"method": ["ngram"]}) == parse({"method": {"name": "ngram"}}) == parse("ngram")
 
 
 def test_synthetic_acceptance() -> None:
@@ -97,8 +125,15 @@ def test_configs_are_frozen() -> None:
         (3, "must be a JSON object, got 3"),
         ([("method", "ngram")], "must be a JSON object"),
         ({"method": "off"}, "unknown drafter 'off'"),
-        ({"method": ["ngram", "suffix"]}, "method must be one drafter's name.*Accepted: .*ngram"),
-        ({"method": None}, "method must be one drafter's name"),
+        ({"method": None}, "method must be a drafter's name or a list.*Accepted: .*ngram"),
+        ({"method": ["ngram", 3]}, "method must be a drafter's name or a list"),
+        ({"method": []}, "method is an empty list. Accepted: .*ngram"),
+        ({"method": ["ngram", "ngram"]}, "names the drafter 'ngram' twice"),
+        ({"method": ["ngram", "sufix"]}, "unknown drafter 'sufix'. Did you mean 'suffix'"),
+        ({"method": ["ngram", "suffix"], "model": "some/model"}, "method 'ngram', 'suffix' has no draft model"),
+        ({"method": ["suffix", {"name": "ngram", "prompt_lookup": 3}]}, "unknown option of drafter 'ngram' 'prompt_lookup'. Did you mean"),
+        ({"method": {"name": "ngram", "prompt_lookup_max": 3}, "prompt_lookup_max": 4}, "prompt_lookup_max is given twice"),
+        ({"method": ["tests.unit.test_config:Twin", "ngram"], "prompt_lookup_max": 4}, "option of .*Twin', 'ngram'; say whose"),
         ({"metod": "ngram"}, "unknown key in the speculative config of method 'suffix': 'metod'. Did you mean 'method'"),
         ({7: 1}, "unknown key .*'7'"),
         ({"method": "ngram", "prompt_lookup": 3}, "Did you mean 'prompt_lookup_m.*Accepted: .*num_speculative_tokens, .*prompt_lookup_max"),
@@ -169,7 +204,8 @@ def test_any_mapping_gives_a_config_that_builds_or_a_config_error(given_keys: di
         config = parse(given_keys)
     except ConfigError:
         return
-    config.build_drafter()
+    for name in config.methods:
+        config.build_drafter(name)
     config.build_policy()
 
 

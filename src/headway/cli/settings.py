@@ -117,15 +117,18 @@ def _speculation_settings(config: SpeculativeConfig, given: Mapping[str, Any], s
             continue
         source = sources.get(field.name, "default")
         if source == "default" and field.name == "num_speculative_tokens":
-            source = f"method {config.method}"
+            source = f"method {','.join(config.methods)}"
         elif source == "default" and field.name == "policy" and implied_policy:
             source = f"implied by {implied_policy}"
         settings.append(Setting(f"speculative.{field.name}", getattr(config, field.name), source))
-    for kind, name, options in (("method", config.method, config.drafter_options), ("policy", config.policy, config.policy_options)):
+    several = len(config.methods) > 1
+    plugged = [("method", name, config.drafter_options.get(name, {})) for name in config.methods]
+    for kind, name, options in (*plugged, ("policy", config.policy, config.policy_options)):
         cls = plugins.load("drafter" if kind == "method" else "policy", name)
         defaults = dataclasses.asdict(cls.Options(**options)) if hasattr(cls, "Options") else {}
+        prefix = f"speculative.{name}." if kind == "method" and several else "speculative."
         settings += [
-            Setting(f"speculative.{key}", value, sources[key] if key in options and key in sources else f"{kind} {name}")
+            Setting(prefix + key, value, sources.get(key, sources.get(kind, "default")) if key in options else f"{kind} {name}")
             for key, value in defaults.items()
         ]
     return settings

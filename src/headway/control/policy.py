@@ -14,11 +14,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.types import Choice, Feedback
+from headway.control.costs import CostModel
+from headway.types import Choice, Feedback, Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterView:
+    """One configured drafter."""
+
+    name: str
+    deterministic: bool         # its drafts are always a function of the prefix; else only those of greedy requests are
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a policy is told once, before the first step."""
+
+    drafters: tuple[DrafterView, ...]   # in the user's order of preference
+    max_k: int                          # num_speculative_tokens: the hard upper bound
+    costs: CostModel                    # of this machine, profiled when the policy `needs_costs`, else empty; the policy's own from now on
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +91,26 @@ class Policy(ABC):
     """
 
     name: str = ""
+    needs_costs: ClassVar[bool] = False   # start it with a measured cost model
+
+    # What the policy tells about itself: read after `select`, written into the step's Feedback.
+    reason: str = ""                      # why it last changed what it does, in a few words
+    forecast: Forecast | None = None      # what it expects of the step it has just chosen
+
+    def start(self, setup: Setup) -> None:
+        """Once, before the first step."""
+        return
 
     @abstractmethod
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
         """Before drafting: seq_id -> Choice. A sequence left out gets k = 0. Only decoding sequences are honoured."""
+
+    def shadow(self, view: BatchView) -> Mapping[int, Choice]:
+        """After `plan`: drafts to make but not to verify, seq_id -> Choice; see `ShadowFeedback` for what comes back.
+
+        For sequences that the plan leaves to another drafter, or to none. Its price is the drafting.
+        """
+        return {}
 
     def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
         """While drafting: which of these sequences should go on and draft `position` (0-based)?

@@ -74,11 +74,16 @@ class Drafter(ABC):
         return
 
 
+def keep_all(seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """The `Keep` that never stops a draft."""
+    return np.ones(len(seq_ids), dtype=np.bool_)
+
+
 def apply_keep(requests: Sequence[DraftRequest], drafts: list[Draft], keep: Keep) -> list[Draft]:
     """Trims drafts that were made in one go (ngram, suffix) where the policy would have stopped: position by position it is
     asked about the drafts that reach there and were kept so far."""
-    if getattr(keep, "__func__", None) is Policy.keep:
-        return drafts   # the base hook keeps everything
+    if keep is keep_all or getattr(keep, "__func__", None) is Policy.keep:
+        return drafts
     lengths = np.array([len(draft.tokens) for draft in drafts], dtype=np.int64)
     kept = np.zeros_like(lengths)
     confidence = np.full((len(drafts), int(lengths.max(initial=0))), np.nan)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
 from headway import __version__
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.control.policy import BatchView, DraftView, Policy
+from headway.control.costs import CostModel
+from headway.control.policy import BatchView, DrafterView, DraftView, Policy, Setup
 from headway.control.trace import TraceWriter
-from headway.drafters.drafter import Committed, Drafter, DraftRequest
+from headway.drafters.drafter import Committed, Drafter, DraftRequest, keep_all
 from headway.engine import admission, prompt_logprobs
 from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
@@ -25,11 +27,14 @@ from headway.engine.metrics import EngineMetrics
 from headway.engine.outputs import TextOutput
 from headway.engine.runner import ForwardOutput, Runner
 from headway.engine.scheduler import Scheduler
+from headway.engine.shadows import Shadows
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.verify import Verifier
 from headway.models.loader import load_model
 from headway.types import (
+    Choice,
     Draft,
+    DrafterFeedback,
     Feedback,
     OutputDelta,
     Request,
@@ -37,6 +42,7 @@ from headway.types import (
     Sequence,
     SequenceFeedback,
     Status,
+    StepPlan,
     Verdict,
 )
 
@@ -49,6 +55,7 @@ class _Clock:
     scheduled: float = 0.0
     drafted: float = 0.0
     verified: float = 0.0
+    deciding: float = 0.0   # spent in the policy, in seconds
 
 
 class Engine:
@@ -81,7 +88,7 @@ class Engine:
         self.drafters: dict[str, Drafter] = {}
         self.policy: Policy | None = None
         if speculative is not None:
-            self.drafters[speculative.method] = speculative.build_drafter()
+            self.drafters = {name: speculative.build_drafter(name) for name in speculative.methods}
             self.policy = speculative.build_policy()
         self.runner.hidden_layers = self._hidden_layers()
         self.scheduler = Scheduler(
@@ -93,6 +100,11 @@ class Engine:
             max_k=speculative.num_speculative_tokens if speculative else 0,
         )
         self.verifier = Verifier(speculative, self.model.config.vocab_size, self.model.device)
+        self._shadows = Shadows()
+        self._observe_s = 0.0   # the policy's time after the step before
+        if self.policy:
+            views = tuple(DrafterView(name, drafter.deterministic) for name, drafter in self.drafters.items())
+            self.policy.start(Setup(views, self.scheduler.max_k, CostModel()))
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -138,12 +150,13 @@ class Engine:
         """One step over everything that can run; returns what it added to each sequence that wrote."""
         clock = _Clock(time.perf_counter())
         view = self.scheduler.view()
-        plan = self.scheduler.schedule(self.policy.plan(view) if self.policy else {})
+        wishes, shadow_wishes = self._plan(view, clock)
+        plan = self.scheduler.schedule(wishes)
         if not plan.rows:
             return []
         clock.scheduled = time.perf_counter()
-        proposed = self._propose(plan.rows)
-        drafts = self._select(plan.rows, proposed, view)
+        proposed, drafting = self._propose(plan.rows, shadow_wishes)
+        drafts = self._select(plan.rows, proposed, view, clock)
         self.scheduler.reserve(plan.rows, drafts)
         clock.drafted = time.perf_counter()
         out = self.runner.forward(plan.rows, drafts)
@@ -152,34 +165,69 @@ class Engine:
         prefill = sum(row.length for row in plan.rows if not row.seq.is_decoding)
         context = sum(row.start + row.length for row in plan.rows)
         deltas = self._commit(out, plan.rows, drafts, verdicts)
-        feedback = self._feedback(plan.rows, proposed, drafts, verdicts, clock, out.num_tokens, prefill, context)
+        feedback = self._feedback(plan, proposed, drafts, verdicts, drafting, clock, out.num_tokens, prefill, context)
         if self.policy:
+            began = time.perf_counter()
             self.policy.observe(feedback)
+            self._observe_s = time.perf_counter() - began
         self.metrics.observe_step(feedback, deltas, len(plan.preempted))
         if self.trace:
             self.trace.write(view, feedback)
         self._observe_load()
         return deltas
 
-    def _propose(self, rows: SequenceOf[Row]) -> list[Draft | None]:
+    def _plan(self, view: BatchView, clock: _Clock) -> tuple[Mapping[int, Choice], Mapping[int, Choice]]:
+        """The policy's wishes: drafts to verify, and drafts only to be compared with what the target writes."""
+        if self.policy is None:
+            return {}, {}
+        began = time.perf_counter()
+        wishes, shadow_wishes = self.policy.plan(view), self.policy.shadow(view)
+        clock.deciding += time.perf_counter() - began
+        return wishes, shadow_wishes
+
+    def _propose(
+        self, rows: SequenceOf[Row], shadow_wishes: Mapping[int, Choice]
+    ) -> tuple[list[Draft | None], tuple[DrafterFeedback, ...]]:
         """Each drafter gets its rows in one batch; no drafter runs when every k is 0."""
         drafts: list[Draft | None] = [None] * len(rows)
+        drafting: list[DrafterFeedback] = []
         for name, drafter in self.drafters.items():
             assert self.policy is not None
             mine = [i for i, row in enumerate(rows) if row.k > 0 and row.drafter == name]
-            if not mine:
+            shadowed = self._shadowed(rows, name, shadow_wishes)
+            if not (mine or shadowed):
                 continue
-            requests = [
-                DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, rows[i].k, seq.params.greedy)
-                for i in mine
-                for seq in (rows[i].seq,)
-            ]
-            for i, draft in zip(mine, drafter.propose(requests, self.policy.keep), strict=True):
-                drafts[i] = draft.truncated(rows[i].k) if draft.tokens else None
-        return drafts
+            began = time.perf_counter()
+            requests = [_draft_request(rows[i].seq, rows[i].k) for i in mine]
+            made = drafter.propose(requests, self.policy.keep) if mine else []
+            for i, request, draft in zip(mine, requests, made, strict=True):
+                drafts[i] = draft.truncated(request.k) if draft.tokens else None
+            unseen = sum(self._shadows.catch_up(name, request.seq_id, len(request.token_ids)) for request in requests)
+            if shadowed:
+                requests = [_draft_request(seq, k) for seq, k in shadowed]
+                unseen += sum(self._shadows.catch_up(name, request.seq_id, len(request.token_ids)) for request in requests)
+                made = drafter.propose(requests, keep_all)
+                for (seq, k), draft in zip(shadowed, made, strict=True):
+                    self._shadows.add(seq, name, draft.truncated(k), 0)
+            drafting.append(DrafterFeedback(
+                name, len(mine) + len(shadowed), max([rows[i].k for i in mine] + [k for _, k in shadowed]), unseen,
+                sum(len(drafts[i] or ()) for i in mine), (time.perf_counter() - began) * 1e3,
+            ))  # fmt: skip
+        return drafts, tuple(drafting)
 
-    def _select(self, rows: SequenceOf[Row], drafts: list[Draft | None], view: BatchView) -> list[Draft | None]:
-        """The policy's batch-wide trim to what is worth verifying."""
+    def _shadowed(self, rows: SequenceOf[Row], name: str, wishes: Mapping[int, Choice]) -> list[tuple[Sequence, int]]:
+        """Decoding sequences for which the drafter `name` drafts without being verified."""
+        if not wishes:
+            return []
+        return [
+            (row.seq, wish.k)
+            for row in rows
+            if row.seq.is_decoding and (wish := wishes.get(row.seq.seq_id)) is not None and wish.drafter == name and wish.k > 0
+            if not (row.k > 0 and row.drafter == name) and not self._shadows.waits(row.seq.seq_id, name)
+        ]
+
+    def _select(self, rows: SequenceOf[Row], drafts: list[Draft | None], view: BatchView, clock: _Clock) -> list[Draft | None]:
+        """The policy's batch-wide trim to what is worth verifying; what it trims is shadowed."""
         views = [
             DraftView(row.seq.seq_id, row.drafter, len(draft), draft.probs is None, tuple(draft.confidence) if draft.confidence else None)
             for row, draft in zip(rows, drafts, strict=True)
@@ -187,12 +235,15 @@ class Engine:
         ]
         if not views or self.policy is None:
             return drafts
+        began = time.perf_counter()
         lengths = self.policy.select(views, view)
-        return [
-            draft if draft is None or (length := lengths.get(row.seq.seq_id, len(draft))) >= len(draft)
-            else (draft.truncated(length) if length > 0 else None)
-            for row, draft in zip(rows, drafts, strict=True)
-        ]
+        clock.deciding += time.perf_counter() - began
+        kept = list(drafts)
+        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            if draft is not None and (length := max(0, lengths.get(row.seq.seq_id, len(draft)))) < len(draft):
+                self._shadows.add(row.seq, row.drafter, draft, length)
+                kept[i] = draft.truncated(length) if length else None
+        return kept
 
     def _verify(self, out: ForwardOutput, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None]) -> list[Verdict | None]:
         """A verdict for each row that samples, None for a prefill chunk that does not reach its end."""
@@ -221,6 +272,7 @@ class Engine:
             if self.drafters:
                 num_accepted = max(0, min(verdict.num_accepted, num_new - 1)) if verdict else 0
                 hidden = tuple(layer[offset : offset + row.length + num_accepted] for layer in out.layers) or None
+                self._shadows.compare(seq, verdict)
                 committed.append(Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, num_accepted, hidden))
         for drafter in self.drafters.values():
             drafter.commit(committed)
@@ -265,10 +317,11 @@ class Engine:
 
     def _feedback(
         self,
-        rows: SequenceOf[Row],
+        plan: StepPlan,
         proposed: SequenceOf[Draft | None],
         drafts: SequenceOf[Draft | None],
         verdicts: SequenceOf[Verdict | None],
+        drafting: tuple[DrafterFeedback, ...],
         clock: _Clock,
         num_tokens: int,
         num_prefill_tokens: int,
@@ -287,7 +340,7 @@ class Engine:
                     row.start + row.length,
                     tuple(draft.confidence) if draft and draft.confidence else None,
                 )
-                for row, before, draft, verdict in zip(rows, proposed, drafts, verdicts, strict=True)
+                for row, before, draft, verdict in zip(plan.rows, proposed, drafts, verdicts, strict=True)
                 if verdict is not None
             ),
             num_prefill_tokens=num_prefill_tokens,
@@ -296,6 +349,13 @@ class Engine:
             draft_ms=(clock.drafted - clock.scheduled) * 1e3,
             verify_ms=(clock.verified - clock.drafted) * 1e3,
             step_ms=(time.perf_counter() - clock.start) * 1e3,
+            num_rows=len(plan.rows),
+            num_waiting=plan.num_waiting,
+            policy_ms=(clock.deciding + self._observe_s) * 1e3,
+            drafters=drafting,
+            shadows=self._shadows.resolved(),
+            forecast=self.policy.forecast if self.policy else None,
+            reason=self.policy.reason if self.policy else "",
         )
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -321,6 +381,7 @@ class Engine:
         del self._texts[seq.seq_id]
         for drafter in self.drafters.values():
             drafter.stop(seq.seq_id)
+        self._shadows.stop(seq.seq_id)
         request_id = seq.request.request_id
         if all(s.status is Status.FINISHED for s in self.requests.get(request_id, ())):
             self.requests.pop(request_id, None)
@@ -330,3 +391,7 @@ class Engine:
         pool = self.scheduler.pool
         self.metrics.observe_load(len(self.scheduler.running), len(self.scheduler.waiting), pool.usage)
         self.metrics.observe_prefix_cache(pool.num_queried_tokens, pool.num_hit_tokens)
+
+
+def _draft_request(seq: Sequence, k: int) -> DraftRequest:
+    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy)

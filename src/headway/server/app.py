@@ -111,7 +111,7 @@ class _Api:
         self.bridge = AsyncEngine(engine, max_open=engine.config.max_num_seqs + options.max_queue)
         self.names = TokenNames(engine.tokenizer.token_text, engine.tokenizer.token_bytes)
         speculative = engine.config.speculative
-        drafters = [speculative.method] if speculative else []
+        drafters = list(speculative.methods) if speculative else []
         num_positions = speculative.num_speculative_tokens if speculative else 0
         self.registry = build_registry(EngineCollector(engine.metrics, self.bridge, self.model, drafters, num_positions))
 

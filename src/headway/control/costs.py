@@ -1,0 +1,314 @@
+"""What a step costs on this machine: measured, refitted while serving, aware of its own error.
+
+    T(B, N, C, P) = speed * ( f(N) + b B + l (N - P) + c C + a C (N - P) / B + p P )
+
+B rows, N token rows of the forward pass, C tokens of K/V read, P prefill tokens among the N. f is piecewise linear with
+knots where tiles, vectors and graph buckets bend it; every coefficient is >= 0, so T never falls when a draft is added. l is
+what a row of logits costs, a what attention pays for each further query token of a row. A drafter's time for R sequences
+and S steps, after W tokens it has not seen (it slept), is
+
+    D(R, S, W) = speed * ( d0 + d1 R + d2 S + d3 R S + d4 W )
+
+Observations are averaged in cells (similar steps), so memory and time stay bounded however long it runs; old cells lose weight, which
+is the forgetting, and a cell nobody visits keeps what it knew, scaled by `speed`, the one factor that follows the machine at once (a
+noisy neighbour, another clock). The coefficients minimise the squared relative error under the constraint, shrunk towards a smooth curve
+where there is no data. A step far from its prediction moves nothing until several in a row agree with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from headway.types import Feedback
+
+FloatArray = NDArray[np.float64]
+
+FORMAT = 1              # of the saved file
+KNOTS = np.array([
+    *range(1, 10), 12, 16, 17, 20, 24, 28, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129, 160, 192, 224, 256, 257, 320, 384, 512, 768,
+    1024, 1536, 2048, 4096, 8192, 16384,
+], dtype=np.float64)  # fmt: skip
+_WIDTHS = np.diff(KNOTS)
+_BEND = 32              # the smooth curve has one slope up to here and another beyond
+_SHRINK = 0.5           # towards the smooth curve, in observations
+_MEMORY = 24.0          # observations a cell remembers
+_HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
+_MAX_CELLS = 320
+_REFIT_EVERY = 32       # observations
+_RECENT = 128           # errors that `error` is the median of
+_TRACK = 0.06           # how fast `speed` follows
+_OUTLIER_RUN = 6        # this many outliers in a row are no outliers
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step asks of the target."""
+
+    num_rows: int               # sequences, prefill chunks included
+    num_tokens: int             # rows of the forward pass: known tokens plus verified drafts
+    num_context_tokens: int     # K/V read, summed over rows
+    num_prefill_tokens: int = 0
+
+
+class CostModel:
+    """Predicts the milliseconds of a step and of its drafting; learns from what steps took.
+
+    A model that has seen nothing predicts a plausible shape of unknown size; `num_observed` says how much it has seen.
+    """
+
+    def __init__(self) -> None:
+        self._target = _Fit(_target_design, _target_smooth())
+        self._drafters: dict[str, _Fit] = {}
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    def predict(self, num_rows: float, num_tokens: ArrayLike, num_context_tokens: float, num_prefill_tokens: float = 0.0) -> FloatArray:
+        """Milliseconds of everything in a step but drafting, for each entry of `num_tokens` (any shape)."""
+        fit, rows = self._target, max(1.0, float(num_rows))
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        count = len(KNOTS) - 1
+        heights = np.concatenate([fit.theta[:1], fit.theta[0] + np.cumsum(fit.theta[1 : count + 1])])
+        per_row, per_logit, per_context, per_pair, per_prefill = fit.theta[count + 1 :] / _SCALES
+        sampled = tokens - num_prefill_tokens
+        fixed = per_row * rows + per_context * num_context_tokens + per_prefill * num_prefill_tokens
+        growing = (per_logit + per_pair * num_context_tokens / rows) * sampled
+        result: FloatArray = fit.speed * (np.interp(tokens, KNOTS, heights) + fixed + growing)
+        return result
+
+    def predict_draft(self, drafter: str, num_rows: int, num_steps: int, num_catch_up: int = 0) -> float:
+        """Milliseconds of asking `drafter` for `num_rows` drafts of at most `num_steps` tokens; 0 while it is unknown."""
+        fit = self._drafters.get(drafter)
+        if fit is None or num_rows <= 0:
+            return 0.0
+        return fit.predict((num_rows, num_steps, num_catch_up))
+
+    @property
+    def error(self) -> float:
+        """Median relative error of the latest predictions of the target, each made before its step was learned from; inf: none yet."""
+        return self._target.error
+
+    def draft_error(self, drafter: str) -> float:
+        """The same for one drafter."""
+        return self._drafters[drafter].error if drafter in self._drafters else math.inf
+
+    @property
+    def num_observed(self) -> int:
+        return self._target.num_observed
+
+    @property
+    def speed(self) -> float:
+        """How slow the machine is now, against the measurements the curve was fitted to: 1.3 is 30 % slower."""
+        return self._target.speed
+
+    # -- learning -------------------------------------------------------------------------------------------------
+
+    def observe(self, feedback: Feedback) -> None:
+        """One live step. Times that are not positive and finite are ignored."""
+        drafting = sum(part.draft_ms for part in feedback.drafters) if feedback.drafters else feedback.draft_ms
+        work = (feedback.num_rows or len(feedback.sequences), feedback.num_tokens, feedback.num_context_tokens, feedback.num_prefill_tokens)
+        if feedback.num_tokens > 0 and work[0] > 0:
+            self._target.observe(work, feedback.step_ms - drafting)
+        for part in feedback.drafters:
+            if part.num_rows > 0:
+                fit = self._drafters.setdefault(part.drafter, _Fit(_draft_design, np.eye(5)))
+                fit.observe((part.num_rows, part.num_steps, part.num_catch_up), part.draft_ms)
+
+    def learn(self, measured: Iterable[tuple[Work, float]]) -> None:
+        """Measurements of a profile, (work, milliseconds): taken as they are, in one fit."""
+        for work, ms in measured:
+            self._target.learn((work.num_rows, work.num_tokens, work.num_context_tokens, work.num_prefill_tokens), ms)
+        self._target.refit()
+
+    # -- keeping --------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "target": self._target.to_json(),
+            "drafters": {name: fit.to_json() for name, fit in self._drafters.items()},
+        }
+
+    @classmethod
+    def from_json(cls, document: Any) -> CostModel:
+        """Raises ValueError for anything that `to_json` did not write."""
+        model = cls()
+        try:
+            if document["format"] != FORMAT:
+                raise ValueError(f"a cost model of format {document['format']!r}; this version reads {FORMAT}")
+            model._target.load(document["target"])
+            for name, saved in document["drafters"].items():
+                model._drafters[str(name)] = _Fit(_draft_design, np.eye(5))
+                model._drafters[str(name)].load(saved)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"not a saved cost model: {error!r}") from error
+        return model
+
+    def save(self, path: Path) -> None:
+        """Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(self.to_json()), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> CostModel:
+        """Raises OSError or ValueError."""
+        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+# -- the regression ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Steps that are alike: the mean of what they asked for and of what they took (divided by `speed` at the time)."""
+
+    raw: FloatArray
+    ms: float
+    weight: float
+    seen: int           # number of the latest observation
+
+
+class _Fit:
+    """Non-negative least squares on aging cells, and one factor for the speed of the machine."""
+
+    def __init__(self, design: Callable[[FloatArray], FloatArray], smooth: FloatArray) -> None:
+        self._design = design
+        self._smooth = smooth       # [d, s]: which coefficients a smooth curve of s parameters consists of
+        self._cells: dict[tuple[int, ...], _Cell] = {}
+        self._recent = np.zeros(_RECENT)
+        self._num_recent = 0
+        self._run = 0               # outliers in a row
+        self.theta = smooth @ np.full(smooth.shape[1], 1.0 / smooth.shape[1])
+        self.speed = 1.0
+        self.num_observed = 0
+
+    @property
+    def error(self) -> float:
+        return float(np.median(self._recent[: min(self._num_recent, _RECENT)])) if self._num_recent else math.inf
+
+    def predict(self, raw: Sequence[float]) -> float:
+        return self.speed * float((self._design(np.array([raw], dtype=np.float64)) @ self.theta)[0])
+
+    def observe(self, raw: Sequence[float], ms: float) -> None:
+        if not (math.isfinite(ms) and ms > 0.0):
+            return
+        predicted = self.predict(raw)
+        if not self._cells or predicted <= 0.0:
+            self.learn(raw, ms)
+            self.refit()
+            self.num_observed += 1
+            return
+        log_error = math.log(ms / predicted)
+        typical = max(0.02, 1.5 * self.error) if self._num_recent >= 8 else 0.3
+        self._recent[self._num_recent % _RECENT] = abs(predicted / ms - 1.0)
+        self._num_recent += 1
+        self.num_observed += 1
+        bound = 3.0 * typical
+        self.speed *= math.exp(_TRACK * min(bound, max(-bound, log_error)))
+        self._run = self._run + 1 if abs(log_error) > max(0.7, 2.0 * bound) else 0
+        if 0 < self._run < _OUTLIER_RUN:
+            return
+        self.learn(raw, ms)
+        if self.num_observed % _REFIT_EVERY == 0 or self.num_observed in (2, 4, 8, 16):
+            self.refit()
+
+    def learn(self, raw: Sequence[float], ms: float) -> None:
+        key = tuple(int(2.0 * math.log2(1.0 + value) + 0.5) if value > 8 else int(value) for value in raw)
+        cell = self._cells.get(key)
+        if cell is None:
+            if len(self._cells) >= _MAX_CELLS:
+                del self._cells[min(self._cells, key=lambda k: self._cells[k].seen)]
+            cell = self._cells[key] = _Cell(np.zeros(len(raw)), 0.0, 0.0, 0)
+        cell.weight = min(cell.weight + 1.0, _MEMORY)
+        share = 1.0 / cell.weight
+        cell.raw += share * (np.array(raw, dtype=np.float64) - cell.raw)
+        cell.ms += share * (ms / self.speed - cell.ms)
+        cell.seen = self.num_observed
+
+    def refit(self) -> None:
+        """Minimises sum of weight * (prediction / ms - 1)^2 over theta >= 0, first for the smooth curve, then around it."""
+        if not self._cells:
+            return
+        cells = list(self._cells.values())
+        ms = np.array([cell.ms for cell in cells])
+        age = self.num_observed - np.array([cell.seen for cell in cells], dtype=np.float64)
+        weight = np.array([cell.weight for cell in cells]) * np.maximum(0.02, 0.5 ** (age / _HALF_LIFE))
+        rows = self._design(np.array([cell.raw for cell in cells])) / ms[:, None]
+        gram, target = rows.T @ (weight[:, None] * rows), rows.T @ weight
+        smooth = self._smooth
+        small = smooth.T @ gram @ smooth
+        prior = smooth @ _nonnegative(small + 1e-6 * np.diag(np.diag(small) + 1e-12), smooth.T @ target, np.zeros(smooth.shape[1]), 60)
+        # Shrinkage in relative units: a rise counts against the time of the steps it is part of.
+        relative = np.sqrt(np.diag(gram) / max(float(weight.sum()), 1e-9)) + 0.02 / float(np.median(ms))
+        ridge = _SHRINK * relative**2
+        self.theta = _nonnegative(gram + np.diag(ridge), target + ridge * prior, prior, 30)
+
+    def to_json(self) -> dict[str, Any]:
+        cells = [[*key] for key in self._cells]
+        values = [[*cell.raw.tolist(), cell.ms, cell.weight, cell.seen] for cell in self._cells.values()]
+        return {"cells": cells, "values": values, "speed": self.speed, "num_observed": self.num_observed}
+
+    def load(self, saved: Any) -> None:
+        for key, values in zip(saved["cells"], saved["values"], strict=True):
+            *raw, ms, weight, seen = (float(value) for value in values)
+            if not all(map(math.isfinite, (*raw, ms, weight))) or ms <= 0.0 or weight <= 0.0:
+                raise ValueError("not a saved cost model: a cell is not finite and positive")
+            self._cells[tuple(int(part) for part in key)] = _Cell(np.array(raw), ms, weight, int(seen))
+        self.speed, self.num_observed = float(saved["speed"]), int(saved["num_observed"])
+        self.refit()
+
+
+def _nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray, sweeps: int) -> FloatArray:
+    """Coordinate descent for min x' gram x / 2 - target' x over x >= 0."""
+    x = start.copy()
+    diagonal = np.diag(gram)
+    usable = np.flatnonzero(diagonal > 0.0).tolist()
+    for _ in range(sweeps):
+        largest = 0.0
+        for i in usable:
+            value = max(0.0, float(x[i] + (target[i] - gram[i] @ x) / diagonal[i]))
+            largest = max(largest, abs(value - x[i]) / (abs(value) + 1e-9))
+            x[i] = value
+        if largest < 1e-4:
+            break
+    return x
+
+
+# Typical sizes: they bring the coefficients of different things to one scale. Rows, logit rows, context, context * query tokens, prefill.
+_SCALES = np.array([16.0, 16.0, 4096.0, 4096.0, 256.0])
+
+
+def _target_design(raw: FloatArray) -> FloatArray:
+    """[n, 4] rows, tokens, context, prefill -> [n, d]."""
+    rows, tokens, context, prefill = raw.T
+    ramps = np.clip((tokens[:, None] - KNOTS[:-1]) / _WIDTHS, 0.0, 1.0)
+    sampled = tokens - prefill
+    others = np.stack([rows, sampled, context, context * sampled / np.maximum(rows, 1.0), prefill], axis=1) / _SCALES
+    return np.concatenate([np.ones((len(raw), 1)), ramps, others], axis=1)
+
+
+def _target_smooth() -> FloatArray:
+    """A constant, two slopes for the ramps, and the five others as they are."""
+    count = len(_WIDTHS)
+    smooth = np.zeros((1 + count + 5, 3 + 5))
+    smooth[0, 0] = 1.0
+    early = KNOTS[1:] <= _BEND
+    smooth[1 : 1 + count, 1] = np.where(early, _WIDTHS, 0.0) / _BEND
+    smooth[1 : 1 + count, 2] = np.where(early, 0.0, _WIDTHS) / 256.0
+    smooth[1 + count :, 3:] = np.eye(5)
+    return smooth
+
+
+def _draft_design(raw: FloatArray) -> FloatArray:
+    """[n, 3] rows, steps, catch-up -> [n, 5]."""
+    rows, steps, catch_up = raw.T
+    return np.stack([np.ones(len(raw)), rows, steps, rows * steps / 8.0, catch_up / 256.0], axis=1)
