@@ -1,13 +1,16 @@
 """P(the target accepts draft token j | it accepted the ones before), for each request, learned while serving.
 
-    odds(r, j) = odds of the drafter's confidence (what drafts of such a confidence turned out to be worth)
+    odds(r, j) = exp(slope * log odds of the drafter's confidence + offset)      what it is worth, by logistic regression
+               * how drafts of about that confidence differ from the line        (a line cannot follow every lie)
                * how the position j differs from that, over all requests
-               * how the request r differs from that, so far
+               * exp(offset of the request r)
 
-Each factor is observed / expected odds under the factors before it, with pseudo-counts that pull it to 1: a new request
-starts at the pool's value, a confidence that lies is corrected to what it is worth, and where there is no confidence its
-place is taken by the mean. Counts decay, so evidence is forgotten: the pool's in hundreds of judged tokens, a request's in
-tens. Each prediction is scored before it is learned from; `calibration_error` is the expected calibration error of these.
+Bins and positions are observed over expected odds under the factors before them, with pseudo-counts that pull them to 1. A request's
+offset has a normal prior around 0 (a new request starts at the pool's value) and follows its own drafts by Newton steps; how wide
+the prior is, so how different requests are from one another, is chosen by which width has predicted better. Drafts without
+confidence have a rate of their own in the place of the line. Evidence is forgotten: the pool's in hundreds of judged tokens, a
+request's in tens. Each prediction is scored before it is learned from; `calibration_error` is the expected calibration error
+of these.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ BoolArray = NDArray[np.bool_]
 PRIOR = 0.6             # acceptance before anything was seen: high enough to try
 _BINS = 12              # of confidence, evenly spaced in log odds
 _LOGIT_RANGE = 4.2      # 0.985
-_PRIOR_WEIGHT = 4.0     # pseudo-counts of each bin for the confidence as it is given
-_POSITION_WEIGHT = 12.0
-_REQUEST_WEIGHT = 3.0
+_LINE_WEIGHT = 4.0      # pseudo-observations for the confidence as it is given
+_BIN_WEIGHT = 40.0
+_POSITION_WEIGHT = 16.0
 _POOL_MEMORY = 600.0    # judged tokens that a bin or position remembers
-_REQUEST_MEMORY = 24.0
+_PRECISIONS = np.array([0.3, 2.0, 30.0])   # candidates for 1 / variance of the requests' offsets, in log odds
+_REQUEST_MEMORY = 3.0   # precision that a request gathers at most; a judged token brings at most 0.25
+_WIDTH_MEMORY = 2000.0  # judged tokens that the choice of the width remembers
 _SCORE_MEMORY = 4000.0
 _SCORE_BINS = 10
 _TINY = 1e-3            # predictions stay in [_TINY, 1 - _TINY]
@@ -60,18 +65,64 @@ class _Counts:
         self.expected_misses = self.expected_misses * keep + (new - expected_hits)
 
     def odds_ratio(self, weight: float) -> FloatArray:
-        """[size] observed odds over expected odds, 1 without evidence."""
-        half = 0.5 * weight
-        ratio: FloatArray = (self.hits + half) / (self.expected_hits + half) * (self.expected_misses + half) / (self.misses + half)
+        """[size] observed odds over expected odds, 1 without evidence: those of the rate that `weight` pseudo-counts of the expected one
+        leave over."""
+        hits, misses = self.expected_hits + _TINY, self.expected_misses + _TINY
+        share = weight / (hits + misses)
+        ratio: FloatArray = (self.hits + share * hits) * misses / ((self.misses + share * misses) * hits)
         return ratio
 
-    def grow(self, size: int) -> None:
-        for name in ("hits", "misses", "expected_hits", "expected_misses"):
-            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(size - self.size)]))
-        self.size = size
 
-    def clear(self, index: int) -> None:
-        self.hits[index] = self.misses[index] = self.expected_hits[index] = self.expected_misses[index] = 0.0
+class _Offsets:
+    """Per request and candidate prior: its offset in log odds and the precision of that."""
+
+    def __init__(self, size: int) -> None:
+        self.offset = np.zeros((len(_PRECISIONS), size))
+        self.precision = np.repeat(_PRECISIONS[:, None], size, axis=1)
+        self.loss = np.zeros(len(_PRECISIONS))
+        self._slots: dict[int, int] = {}
+        self._free = list(range(size))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def get(self, seq_ids: Iterable[int]) -> FloatArray:
+        """[n] factors of the odds under the best prior, 1 for an unknown request."""
+        slots = [self._slots.get(seq_id, -1) for seq_id in seq_ids]
+        offset = np.append(self.offset[int(self.loss.argmin())], 0.0)   # the last entry is what -1 reads
+        factors: FloatArray = np.exp(offset[slots])
+        return factors
+
+    def observe(self, seq_ids: Iterable[int], row: IntArray, hit: FloatArray, expected: FloatArray) -> FloatArray:
+        """Judged tokens of the requests `seq_ids[row]`; returns what the best prior had predicted."""
+        slots = np.array([self._slot(seq_id) for seq_id in seq_ids], dtype=np.int64)[row]
+        p = _scaled(expected, np.exp(self.offset[:, slots]))   # [candidates, n]
+        predicted: FloatArray = p[int(self.loss.argmin())]
+        self.loss *= max(0.0, 1.0 - len(hit) / _WIDTH_MEMORY)
+        self.loss -= np.log(np.where(hit > 0.0, p, 1.0 - p)).sum(axis=1)
+        size = self.offset.shape[1]
+        for c, prior in enumerate(_PRECISIONS):
+            gathered = self.precision[c] + np.bincount(slots, p[c] * (1.0 - p[c]), size)
+            self.offset[c] = np.clip(self.offset[c] + np.bincount(slots, hit - p[c], size) / gathered, -6.0, 6.0)
+            self.precision[c] = np.minimum(gathered, prior + _REQUEST_MEMORY)
+        return predicted
+
+    def forget(self, live: Iterable[int]) -> None:
+        for seq_id in self._slots.keys() - set(live):
+            slot = self._slots.pop(seq_id)
+            self.offset[:, slot], self.precision[:, slot] = 0.0, _PRECISIONS
+            self._free.append(slot)
+
+    def _slot(self, seq_id: int) -> int:
+        slot = self._slots.get(seq_id)
+        if slot is None:
+            if not self._free:
+                size = self.offset.shape[1]
+                self._free = list(range(size, 2 * size))
+                self.offset = np.concatenate([self.offset, np.zeros_like(self.offset)], axis=1)
+                self.precision = np.concatenate([self.precision, np.repeat(_PRECISIONS[:, None], size, axis=1)], axis=1)
+            slot = self._slots[seq_id] = self._free.pop()
+        return slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +139,11 @@ class Acceptance:
 
     def __init__(self, max_k: int) -> None:
         self.max_k = max_k
-        centers = np.linspace(-_LOGIT_RANGE, _LOGIT_RANGE, _BINS)
-        self._centers = centers
-        # Bins begin at the confidence as given; the last entry is for drafts without one.
-        prior = np.append(1.0 / (1.0 + np.exp(-centers)), PRIOR)
-        self._bin_hits, self._bin_misses = _PRIOR_WEIGHT * prior, _PRIOR_WEIGHT * (1.0 - prior)
+        self._line = np.array([1.0, 0.0])                    # slope, offset
+        self._curvature = _LINE_WEIGHT * np.eye(2)           # of its likelihood
+        self._bins = _Counts(_BINS + 1, _POOL_MEMORY)        # the last one: drafts without confidence
         self._positions = _Counts(max_k, _POOL_MEMORY)
-        self._requests = _Counts(64, _REQUEST_MEMORY)
-        self._slots: dict[int, int] = {}
-        self._free = list(range(64))
+        self._requests = _Offsets(64)
         self._scores = np.zeros((3, _SCORE_BINS))   # weight, predicted, observed
         self.num_observed = 0                       # drafts judged
 
@@ -104,12 +151,11 @@ class Acceptance:
 
     def predict(self, seq_ids: Iterable[int], k: int, confidence: FloatArray | None = None) -> FloatArray:
         """[n, k] P(accept position j | the ones before). `confidence` [n, k] or None; NaN: none for that position."""
-        slots = [self._slots.get(seq_id, -1) for seq_id in seq_ids]
-        return self._predict(np.array(slots, dtype=np.int64), k, confidence)
+        return self._predict(self._requests.get(seq_ids), k, confidence)
 
     def pooled(self, k: int) -> FloatArray:
         """[k] of a new request without confidence."""
-        rates: FloatArray = self._predict(np.array([-1]), k, None)[0]
+        rates: FloatArray = self._predict(np.ones(1), k, None)[0]
         return rates
 
     @property
@@ -137,7 +183,6 @@ class Acceptance:
         k = min(self.max_k, int(num_drafts.max(initial=0)))
         if k == 0:
             return
-        slots = np.array([self._slot(seq_id) for seq_id in seq_ids], dtype=np.int64)
         confidence = None if confidence is None else confidence[:, :k]
         position = np.arange(k)
         judged = (position < num_drafts[:, None]) & (position <= num_accepted[:, None])
@@ -147,72 +192,66 @@ class Acceptance:
         if len(hit) == 0:
             return
         row, column = np.nonzero(judged)
-        low, share = self._bins(confidence, (len(slots), k))
-        low, share = low[judged], share[judged]
-        by_bin = self._interpolated(low, share)
+        logit, low, share = self._placed(confidence, (len(num_drafts), k))
+        logit, low, share = logit[judged], low[judged], share[judged]
+        by_line = self._by_line(logit)
+        by_bin = self._by_bin(by_line, low, share)
         by_position = _scaled(by_bin, self._positions.odds_ratio(_POSITION_WEIGHT)[column])
+        predicted = self._requests.observe(seq_ids, row, hit, by_position)
         if score:
-            request = self._requests.odds_ratio(_REQUEST_WEIGHT)
-            self._score(_scaled(by_position, request[slots[row]]), hit)
-        self._add_to_bins(low, share, hit)
+            self._score(predicted, hit)
+        self._fit_line(logit, hit, by_line)
+        self._bins.add(low + (share > 0.5), hit, by_line)
         self._positions.add(column, hit, by_bin)
-        self._requests.add(slots[row], hit, by_position)
-        self.num_observed += len(slots)
+        self.num_observed += len(num_drafts)
 
     def forget(self, live: Iterable[int]) -> None:
         """Drops every request that is not in `live`."""
-        for seq_id in self._slots.keys() - set(live):
-            slot = self._slots.pop(seq_id)
-            self._requests.clear(slot)
-            self._free.append(slot)
+        self._requests.forget(live)
 
     @property
     def num_requests(self) -> int:
-        return len(self._slots)
+        return len(self._requests)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _predict(self, slots: IntArray, k: int, confidence: FloatArray | None) -> FloatArray:
-        base = self._interpolated(*self._bins(confidence, (len(slots), k)))
+    def _predict(self, request: FloatArray, k: int, confidence: FloatArray | None) -> FloatArray:
+        logit, low, share = self._placed(confidence, (len(request), k))
+        base = self._by_bin(self._by_line(logit), low, share)
         position = self._positions.odds_ratio(_POSITION_WEIGHT)
         position = position[:k] if k <= self.max_k else np.concatenate([position, np.repeat(position[-1:], k - self.max_k)])
-        request = np.where(slots >= 0, self._requests.odds_ratio(_REQUEST_WEIGHT)[slots], 1.0)
         return _scaled(base, position * request[:, None])
 
-    def _slot(self, seq_id: int) -> int:
-        slot = self._slots.get(seq_id)
-        if slot is None:
-            if not self._free:
-                size = self._requests.size
-                self._requests.grow(2 * size)
-                self._free = list(range(size, 2 * size))
-            slot = self._slots[seq_id] = self._free.pop()
-        return slot
-
-    def _bins(self, confidence: FloatArray | None, shape: tuple[int, int]) -> tuple[IntArray, FloatArray]:
-        """(the bin below, the share of the bin above) of each confidence; bin _BINS stands for "none"."""
+    def _placed(self, confidence: FloatArray | None, shape: tuple[int, int]) -> tuple[FloatArray, IntArray, FloatArray]:
+        """(log odds, the bin below, the share of the bin above) of each confidence; NaN and bin _BINS where there is none."""
         if confidence is None:
-            return np.full(shape, _BINS), np.zeros(shape)
+            return np.full(shape, np.nan), np.full(shape, _BINS), np.zeros(shape)
+        p = np.clip(confidence, 1e-4, 1.0 - 1e-4)
+        logit = np.clip(np.log(p / (1.0 - p)), -_LOGIT_RANGE, _LOGIT_RANGE)
         known = np.isfinite(confidence)
-        p = np.clip(np.where(known, confidence, 0.5), 1e-4, 1.0 - 1e-4)
-        place = np.clip((np.log(p / (1.0 - p)) + _LOGIT_RANGE) * ((_BINS - 1) / (2.0 * _LOGIT_RANGE)), 0.0, _BINS - 1.001)
+        place = np.where(known, (logit + _LOGIT_RANGE) * ((_BINS - 1) / (2.0 * _LOGIT_RANGE + 1e-9)), 0.0)
         low = place.astype(np.int64)
-        return np.where(known, low, _BINS), np.where(known, place - low, 0.0)
+        return np.where(known, logit, np.nan), np.where(known, low, _BINS), np.where(known, place - low, 0.0)
 
-    def _interpolated(self, low: IntArray, share: FloatArray) -> FloatArray:
-        rate = self._bin_hits / (self._bin_hits + self._bin_misses)
-        above = np.append(rate[1:], rate[-1])
-        result: FloatArray = rate[low] + share * (above[low] - rate[low])
-        return result
+    def _by_line(self, logit: FloatArray) -> FloatArray:
+        rate: FloatArray = 1.0 / (1.0 + np.exp(-(self._line[0] * logit + self._line[1])))
+        return np.where(np.isnan(logit), PRIOR, np.clip(rate, _TINY, 1.0 - _TINY))
 
-    def _add_to_bins(self, low: IntArray, share: FloatArray, hit: FloatArray) -> None:
-        size = _BINS + 1
-        above = np.minimum(low + 1, _BINS)
-        weight = np.bincount(low, 1.0 - share, size) + np.bincount(above, share, size)
-        hits = np.bincount(low, (1.0 - share) * hit, size) + np.bincount(above, share * hit, size)
-        keep = np.maximum(0.0, 1.0 - weight / _POOL_MEMORY)
-        self._bin_hits = self._bin_hits * keep + hits + 1e-6
-        self._bin_misses = self._bin_misses * keep + (weight - hits) + 1e-6
+    def _by_bin(self, by_line: FloatArray, low: IntArray, share: FloatArray) -> FloatArray:
+        ratio = self._bins.odds_ratio(_BIN_WEIGHT)
+        above = np.append(ratio[1:], ratio[-1:])
+        return _scaled(by_line, ratio[low] + share * (above[low] - ratio[low]))
+
+    def _fit_line(self, logit: FloatArray, hit: FloatArray, predicted: FloatArray) -> None:
+        """One Newton step of the logistic regression, with the curvature of what is remembered."""
+        known = np.isfinite(logit)
+        if not known.any():
+            return
+        x = np.stack([logit[known], np.ones(int(known.sum()))])
+        p = predicted[known]
+        self._curvature = self._curvature * max(0.0, 1.0 - x.shape[1] / _POOL_MEMORY) + (x * (p * (1.0 - p))) @ x.T
+        step = np.linalg.solve(self._curvature + 0.05 * np.eye(2), x @ (hit[known] - p))
+        self._line = np.clip(self._line + np.clip(step, -0.5, 0.5), -3.0, 3.0)
 
     def _score(self, predicted: FloatArray, hit: FloatArray) -> None:
         index = np.minimum((predicted * _SCORE_BINS).astype(np.int64), _SCORE_BINS - 1)

@@ -40,6 +40,7 @@ _WIDTHS = np.diff(KNOTS)
 _BEND = 32              # the smooth curve has one slope up to here and another beyond
 _SHRINK = 0.5           # towards the smooth curve, in observations
 _MEMORY = 24.0          # observations a cell remembers
+_PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
 _HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
 _MAX_CELLS = 320
 _REFIT_EVERY = 32       # observations
@@ -86,7 +87,7 @@ class CostModel:
     def predict_draft(self, drafter: str, num_rows: int, num_steps: int, num_catch_up: int = 0) -> float:
         """Milliseconds of asking `drafter` for `num_rows` drafts of at most `num_steps` tokens; 0 while it is unknown."""
         fit = self._drafters.get(drafter)
-        if fit is None or num_rows <= 0:
+        if fit is None or num_rows <= 0 or not fit.num_observed:
             return 0.0
         return fit.predict((num_rows, num_steps, num_catch_up))
 
@@ -124,7 +125,9 @@ class CostModel:
     def learn(self, measured: Iterable[tuple[Work, float]]) -> None:
         """Measurements of a profile, (work, milliseconds): taken as they are, in one fit."""
         for work, ms in measured:
-            self._target.learn((work.num_rows, work.num_tokens, work.num_context_tokens, work.num_prefill_tokens), ms)
+            if math.isfinite(ms) and ms > 0.0:
+                raw = (work.num_rows, work.num_tokens, work.num_context_tokens, work.num_prefill_tokens)
+                self._target.learn(raw, ms, _PROFILED)
         self._target.refit()
 
     # -- keeping --------------------------------------------------------------------------------------------------
@@ -221,15 +224,15 @@ class _Fit:
         if self.num_observed % _REFIT_EVERY == 0 or self.num_observed in (2, 4, 8, 16):
             self.refit()
 
-    def learn(self, raw: Sequence[float], ms: float) -> None:
+    def learn(self, raw: Sequence[float], ms: float, weight: float = 1.0) -> None:
         key = tuple(int(2.0 * math.log2(1.0 + value) + 0.5) if value > 8 else int(value) for value in raw)
         cell = self._cells.get(key)
         if cell is None:
             if len(self._cells) >= _MAX_CELLS:
                 del self._cells[min(self._cells, key=lambda k: self._cells[k].seen)]
             cell = self._cells[key] = _Cell(np.zeros(len(raw)), 0.0, 0.0, 0)
-        cell.weight = min(cell.weight + 1.0, _MEMORY)
-        share = 1.0 / cell.weight
+        cell.weight = min(cell.weight + weight, _MEMORY)
+        share = weight / cell.weight
         cell.raw += share * (np.array(raw, dtype=np.float64) - cell.raw)
         cell.ms += share * (ms / self.speed - cell.ms)
         cell.seen = self.num_observed

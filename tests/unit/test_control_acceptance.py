@@ -1,0 +1,168 @@
+"""The acceptance model against known truths: positions, requests, drift, honest and lying confidence, calibration."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from headway.control.acceptance import PRIOR, Acceptance
+
+Floats = NDArray[np.float64]
+
+
+def judge(random: np.random.Generator, truth: Floats) -> NDArray[np.int64]:
+    """[n, k] conditional acceptance -> [n] how many drafts were accepted."""
+    accepted: NDArray[np.int64] = np.cumprod(random.random(truth.shape) < truth, axis=1).sum(axis=1)
+    return accepted
+
+
+def full(n: int, k: int) -> NDArray[np.int64]:
+    return np.full(n, k)
+
+
+def test_a_new_model_is_hopeful() -> None:
+    model = Acceptance(4)
+    assert model.pooled(4) == pytest.approx([PRIOR] * 4)
+    assert model.predict([1, 2], 3).shape == (2, 3)
+    assert model.calibration_error == 0.0
+    assert model.reliability() == []
+    assert model.predict([1], 2, np.array([[0.9, 0.2]]))[0] == pytest.approx([0.9, 0.2], abs=0.03)
+
+
+def test_positions_are_learned_apart() -> None:
+    random = np.random.default_rng(0)
+    truth = np.array([0.9, 0.7, 0.5, 0.3])
+    model = Acceptance(4)
+    for step in range(400):
+        model.observe([step % 7], full(1, 4), judge(random, truth[None]))
+    assert model.pooled(4) == pytest.approx(truth, abs=0.12)
+    assert np.all(np.diff(model.pooled(4)) < 0.0)
+
+
+def test_a_request_is_sharpened_and_a_new_one_starts_at_the_pool() -> None:
+    """One request always misses among fifty that always hit."""
+    model = Acceptance(4)
+    for _ in range(12):
+        hits = np.array([0] + [4] * 50)
+        model.observe(range(51), full(51, 4), hits)
+    seen = model.predict(range(52), 1)[:, 0]
+    assert seen[0] < 0.35
+    assert min(seen[1:51]) > 0.93
+    assert seen[51] == pytest.approx(model.pooled(1)[0])
+    assert seen[51] > 0.85
+    model.forget(range(1, 51))
+    assert model.num_requests == 50
+    assert model.predict([0], 1)[0, 0] == pytest.approx(model.pooled(1)[0])
+
+
+def test_old_evidence_is_forgotten() -> None:
+    random = np.random.default_rng(1)
+    model = Acceptance(4)
+    for rate, steps in ((0.9, 1000), (0.2, 1500), (0.9, 600)):
+        for step in range(steps):
+            model.observe([1000 * steps + step], full(1, 4), judge(random, np.full((1, 4), rate)))
+        assert model.pooled(1)[0] == pytest.approx(rate, abs=0.12)
+
+
+def test_a_request_that_changes_its_mind_is_followed() -> None:
+    """From misses to hits within a few drafts: an edit that reaches the part it copies."""
+    model = Acceptance(8)
+    for _ in range(30):
+        model.observe([1], full(1, 8), np.array([0]))
+    before = model.predict([1], 1)[0, 0]
+    for _ in range(4):
+        model.observe([1], full(1, 8), np.array([8]))
+    assert before < 0.1
+    assert model.predict([1], 1)[0, 0] > 0.5
+
+
+def calibrated(confidence_of: str, drafts: int = 500) -> tuple[Acceptance, Floats, Floats]:
+    """Trains on `drafts` drafts of 4 tokens, each with its own true rate; returns the model and a fresh sample's (truth, prediction)."""
+    random = np.random.default_rng(2)
+    model = Acceptance(4)
+
+    def sample(n: int) -> tuple[Floats, Floats]:
+        truth = random.beta(1.2, 1.0, size=(n, 4))
+        told = {"honest": truth, "inverted": 1.0 - truth, "random": random.random((n, 4)), "boastful": 1.0 - 0.3 * (1.0 - truth)}
+        return truth, told[confidence_of]
+
+    for step in range(drafts // 5):
+        truth, told = sample(5)
+        model.observe([step], full(1, 4), judge(random, truth[:1]), told[:1])
+        model.observe(range(5000, 5004), full(4, 4), judge(random, truth[1:]), told[1:])
+    truth, told = sample(2000)
+    return model, truth, model.predict(range(9000, 11000), 4, told)
+
+
+def expected_calibration_error(truth: Floats, predicted: Floats) -> float:
+    """Over ten bins of the prediction, against the true rates instead of draws from them."""
+    index = np.minimum((predicted * 10).astype(int), 9).ravel()
+    gaps = np.bincount(index, (predicted - truth).ravel(), 10)
+    return float(np.abs(gaps).sum() / predicted.size)
+
+
+@pytest.mark.parametrize("told", ["honest", "inverted", "random", "boastful"])
+def test_confidence_is_calibrated_even_when_it_lies(told: str) -> None:
+    model, truth, predicted = calibrated(told)
+    assert model.num_observed == 500
+    assert expected_calibration_error(truth, predicted) <= 0.05
+    assert model.calibration_error <= 0.10   # what it states counts its apprenticeship
+    useful = np.corrcoef(truth[:, 0], predicted[:, 0])[0, 1]
+    if told == "random":
+        assert predicted.std() < 0.12
+    else:
+        assert useful > 0.9
+    low, high = predicted < 0.4, predicted > 0.7
+    for part in (low, high):
+        if part.sum() > 200:
+            assert predicted[part].mean() == pytest.approx(truth[part].mean(), abs=0.1)
+
+
+def test_the_reliability_table_adds_up() -> None:
+    model, _, _ = calibrated("honest")
+    table = model.reliability()
+    total = sum(row.weight for row in table)
+    assert [row.predicted for row in table] == sorted(row.predicted for row in table)
+    assert all(0.0 <= row.observed <= 1.0 for row in table)
+    assert sum(abs(row.predicted - row.observed) * row.weight for row in table) / total == pytest.approx(model.calibration_error)
+
+
+def test_the_tail_of_a_shadow_counts_where_it_was_judged() -> None:
+    whole, tail = Acceptance(4), Acceptance(4)
+    for _ in range(50):
+        whole.observe([1], np.array([4]), np.array([2]))
+        tail.observe([1], np.array([4]), np.array([2]), start=np.array([2]))
+    assert whole.predict([9], 3)[0, 2] < 0.2
+    assert whole.predict([9], 1)[0, 0] > 0.8
+    assert tail.predict([9], 3)[0, 2] < 0.2
+
+
+@pytest.mark.parametrize("confidence", [np.nan, 0.0, 1.0, -3.0, 7.0, np.inf, -np.inf])
+def test_any_confidence_gives_a_probability(confidence: float) -> None:
+    model = Acceptance(3)
+    told = np.full((2, 3), confidence)
+    for _ in range(30):
+        model.observe([1, 2], np.array([3, 2]), np.array([1, 2]), told)
+    predicted = model.predict([1, 2, 3], 3, np.full((3, 3), confidence))
+    assert np.all((predicted > 0.0) & (predicted < 1.0))
+
+
+def test_nothing_to_learn_from_is_fine() -> None:
+    model = Acceptance(3)
+    empty = np.zeros(0, dtype=np.int64)
+    model.observe([], empty, empty)
+    model.observe([1], np.array([0]), np.array([0]), np.zeros((1, 3)))
+    model.observe([1], np.array([2]), np.array([2]), start=np.array([2]))
+    assert model.num_observed == 0
+    assert model.predict([], 3).shape == (0, 3)
+    assert model.predict([1], 5).shape == (1, 5)   # beyond max_k: the last position's
+
+
+def test_many_requests() -> None:
+    model = Acceptance(2)
+    for first in range(0, 4000, 100):
+        ids = range(first, first + 100)
+        model.observe(ids, full(100, 2), full(100, 1))
+        model.forget(ids)
+    assert model.num_requests == 100
