@@ -35,8 +35,9 @@ class DraftRequest:
 class Committed:
     """What a step added to one sequence: the drafter's chance to bring its own state to the same length.
 
+    start   position of the first token whose K/V the step added (a prefix-cache hit is skipped: it begins behind it)
     hidden  the target's hidden states that `hidden_layers` declared, one tensor [num_new_computed, hidden] per layer,
-            for the positions whose K/V the step added and kept; None when nothing was declared
+            for the positions from `start` whose K/V the step added and kept; None when nothing was declared
     """
 
     seq_id: int
@@ -44,6 +45,7 @@ class Committed:
     num_prompt_tokens: int
     num_new: int                 # tokens appended at the end of `token_ids` in this step
     num_accepted: int            # of which accepted drafts
+    start: int = 0
     hidden: tuple[Any, ...] | None = None
 
 

@@ -273,7 +273,7 @@ class Engine:
                 num_accepted = max(0, min(verdict.num_accepted, num_new - 1)) if verdict else 0
                 hidden = tuple(layer[offset : offset + row.length + num_accepted] for layer in out.layers) or None
                 self._shadows.compare(seq, verdict)
-                committed.append(Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, num_accepted, hidden))
+                committed.append(Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, num_accepted, row.start, hidden))
         for drafter in self.drafters.values():
             drafter.commit(committed)
         for seq in finished:

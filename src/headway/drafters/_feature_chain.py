@@ -1,0 +1,189 @@
+"""Chains of drafts from a network that continues the target's hidden states (EAGLE, multi-token prediction).
+
+Per sequence: the hidden states that were committed and not read yet, and the network's own K/V for the positions that were. When a
+sequence is drafted for, its unread positions enter the network in one pass, whose last row predicts the first draft token; each
+further token is one pass of one row on the network's own output, over K/V that the next catch-up overwrites with what
+the target really computed. A sequence that is not asked for gathers hidden states, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.control.policy import Policy
+from headway.drafters._feature_network import FeatureNetwork
+from headway.drafters._features import FeatureStore, FeatureTrack
+from headway.drafters.drafter import Committed, DraftRequest, Keep, keep_all
+from headway.models.attention import KVCache
+from headway.types import Draft
+
+CATCH_UP_ROWS = 512
+"""Rows of one catch-up pass: bounds its working memory."""
+
+FEW_ROWS = 8
+"""A sequence with at most this many unread positions enters the last pass with all of them."""
+
+
+@dataclass(slots=True)
+class _State:
+    track: FeatureTrack
+    blocks: list[int] = field(default_factory=list)
+    begin: int = 0        # K/V slot 0 is this position
+    filled: int = 0       # K/V of positions [begin, filled) is there
+    lost: bool = False    # the K/V was given to others
+
+
+class FeatureChain:
+    """The state and the loop; knows no engine and no checkpoint. `num_blocks` of its own K/V, in blocks of `block_size` tokens."""
+
+    def __init__(self, network: FeatureNetwork, num_blocks: int, block_size: int, store: FeatureStore) -> None:
+        self.network = network
+        self.block_size = block_size
+        self.store = store
+        self.cache = KVCache(network.shape, num_blocks, block_size, network.dtype, network.device)
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._states: dict[int, _State] = {}
+
+    def commit(self, committed: Sequence[Committed]) -> None:
+        for c in committed:
+            if c.hidden is None:
+                continue
+            state = self._states.get(c.seq_id)
+            if state is None:
+                state = self._states[c.seq_id] = _State(FeatureTrack(self.store))
+            state.track.add(c.start, c.hidden, c.token_ids)
+
+    def stop(self, seq_id: int) -> None:
+        state = self._states.pop(seq_id, None)
+        if state is not None:
+            self._free += state.blocks
+
+    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+        drafts = [Draft([]) for _ in requests]
+        ready = self._prepare(requests)
+        if ready:
+            with torch.inference_mode():
+                found = self._draft([requests[i] for i in ready], [self._states[requests[i].seq_id] for i in ready], keep)
+            for i, draft in zip(ready, found, strict=True):
+                drafts[i] = draft
+        return drafts
+
+    def _prepare(self, requests: Sequence[DraftRequest]) -> list[int]:
+        """Which requests can be drafted for: their hidden states reach the last known token, and there is room for their K/V."""
+        wanted = {request.seq_id for request in requests}
+        ready = []
+        for i, request in enumerate(requests):
+            state = self._states.get(request.seq_id)
+            if state is None or state.track.end != len(request.token_ids) - 1:
+                continue
+            if state.lost:
+                state.track.rewind(request.token_ids)
+                state.lost = False
+            if state.track.end == state.track.kept:   # nothing new to read: what would predict was read before
+                continue
+            state.begin, state.filled = state.track.begin, state.track.kept
+            needed = -(-(state.track.end - state.begin + request.k) // self.block_size)
+            if self._grow(state, needed, wanted):
+                ready.append(i)
+        return ready
+
+    def _grow(self, state: _State, num_blocks: int, wanted: set[int]) -> bool:
+        """Takes blocks from the pool; when it is empty, from the sequences not asked for, which read everything anew when they are."""
+        missing = num_blocks - len(state.blocks)
+        if missing > len(self._free):
+            for seq_id in [seq_id for seq_id, other in self._states.items() if other.blocks and seq_id not in wanted]:
+                self._release(seq_id)
+                if missing <= len(self._free):
+                    break
+        if missing > len(self._free):
+            return False
+        state.blocks += [self._free.pop() for _ in range(missing)]
+        return True
+
+    def _release(self, seq_id: int) -> None:
+        state = self._states[seq_id]
+        self._free += state.blocks
+        state.blocks, state.lost = [], True
+
+    # -- the chain ------------------------------------------------------------------------------------------------
+
+    def _draft(self, requests: list[DraftRequest], states: list[_State], keep: Keep) -> list[Draft]:
+        x = self._catch_up(requests, states)
+        listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
+        seq_ids = [request.seq_id for request in requests]
+        ks = np.array([request.k for request in requests])
+        going = np.arange(len(requests))
+        chosen: list[tuple[np.ndarray, Tensor, Tensor]] = []   # (requests, token ids, confidence) of each position
+        for position in range(int(ks.max())):
+            logits, features = self.network.predict(x)
+            tokens, confidence = _choose(logits, self.network.target_ids)
+            if listens:
+                kept = keep([seq_ids[i] for i in going.tolist()], position, confidence.cpu().numpy().astype(np.float64))
+                going, tokens, confidence, features = _subset(kept, going, tokens, confidence, features)
+            chosen.append((going, tokens, confidence))
+            more = ks[going] > position + 1
+            if not more.any():
+                break
+            going, tokens, features = _subset(more, going, tokens, features)
+            x = self._advance([states[i] for i in going.tolist()], tokens, features, position)
+        written: list[list[tuple[int, float]]] = [[] for _ in requests]
+        for rows, tokens, confidence in chosen:
+            for i, token, sure in zip(rows.tolist(), tokens.tolist(), confidence.tolist(), strict=True):
+                written[i].append((token, sure))
+        return [Draft([token for token, _ in pairs], confidence=[sure for _, sure in pairs]) for pairs in written]
+
+    def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Tensor:
+        """Reads what was committed since; returns the network's output at each last position [num_requests, hidden]."""
+        hidden = [state.track.take() for state in states]
+        lengths = [len(h[0]) for h in hidden]
+        features = self.network.fuse([torch.cat(layers) for layers in zip(*hidden, strict=True)])
+        parts = list(torch.split(features, lengths))
+        for i, (request, state) in enumerate(zip(requests, states, strict=True)):
+            while len(parts[i]) > FEW_ROWS:
+                num = min(len(parts[i]) - 1, CATCH_UP_ROWS)
+                self._pass([request], [state], [parts[i][:num]], fill=True)
+                parts[i] = parts[i][num:]
+        x = self._pass(requests, states, parts, fill=False)
+        ends = np.cumsum([len(part) for part in parts]) - 1
+        return x[torch.from_numpy(ends).to(x.device)]
+
+    def _pass(self, requests: list[DraftRequest], states: list[_State], features: list[Tensor], *, fill: bool) -> Tensor:
+        """Unread positions of several sequences in one pass; their K/V becomes part of the state."""
+        spans, token_ids, positions = [], [], []
+        for request, state, part in zip(requests, states, features, strict=True):
+            begin, stop = state.filled, state.filled + len(part)
+            token_ids += request.token_ids[begin + 1 : stop + 1]
+            positions.append(np.arange(begin, stop))
+            spans.append((state.blocks, begin - state.begin, len(part)))
+            state.filled = stop
+        device = self.network.device
+        return self.network.forward(
+            torch.tensor(token_ids, device=device), torch.from_numpy(np.concatenate(positions)).to(device),
+            features[0] if len(features) == 1 else torch.cat(features), self.cache.plan(spans), self.cache, fill=fill,
+        )
+
+    def _advance(self, states: list[_State], tokens: Tensor, features: Tensor, position: int) -> Tensor:
+        """One more row per sequence, on the network's own output; the K/V is scratch."""
+        at = [state.filled + position for state in states]
+        plan = self.cache.plan([(state.blocks, where - state.begin, 1) for state, where in zip(states, at, strict=True)])
+        return self.network.forward(tokens, torch.tensor(at, device=tokens.device), features, plan, self.cache)
+
+
+def _choose(logits: Tensor, target_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits [n, draft vocabulary] -> the likeliest token of each row, in the target's ids [n], and its probability [n]."""
+    logits = logits.float()
+    best, tokens = logits.max(-1)
+    return tokens if target_ids is None else target_ids[tokens], (best - logits.logsumexp(-1)).exp()
+
+
+def _subset(mask: np.ndarray, rows: np.ndarray, *tensors: Tensor) -> tuple[Any, ...]:
+    if mask.all():
+        return (rows, *tensors)
+    where = torch.from_numpy(np.flatnonzero(mask)).to(tensors[0].device)
+    return (rows[mask], *(tensor[where] for tensor in tensors))
