@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from headway.models import attention, attention_cuda
-from headway.models.attention import KVCache, make_plan
+from headway import native
+from headway.models import attention_cuda, attention_native, attention_tiles
+from headway.models.attention import KVCache
+from headway.models.attention_tiles import make_plan
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
 from tests.tiny import tiny_model_dir
@@ -26,10 +28,20 @@ def model(directory: Path) -> Decoder:
     return load_model(str(directory), dtype="float32", device="cpu")
 
 
+@pytest.fixture(autouse=True, params=["tiles", "native"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who attends; block sizes that the kernels do not take fall back to tiles."""
+    if request.param == "tiles":
+        monkeypatch.setattr(attention_native, "fits", lambda *_: False)
+    elif native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.choose().reason}")
+    return str(request.param)
+
+
 class Paged:
     """Sequences fed to a model row by row, over blocks in random order from a cache that holds NaN."""
 
-    def __init__(self, model: Decoder, token_ids: list[list[int]], block_size: int, seed: int = 0) -> None:
+    def __init__(self, model: Decoder, token_ids: list[list[int]], block_size: int, seed: int = 0, fill: float = float("nan")) -> None:
         self.model, self.token_ids, self.block_size = model, token_ids, block_size
         per_sequence = [-(-len(ids) // block_size) for ids in token_ids]
         blocks = list(range(sum(per_sequence) + 3))
@@ -37,7 +49,7 @@ class Paged:
         self.tables = [[blocks.pop() for _ in range(count)] for count in per_sequence]
         self.cache = KVCache(model.config, sum(per_sequence) + 3, block_size, model.dtype, model.device)
         for layer in self.cache.layers:
-            layer.fill_(float("nan"))
+            layer.fill_(fill)
         self.done = [0] * len(token_ids)
         self.logits: list[list[torch.Tensor]] = [[] for _ in token_ids]
 
@@ -134,21 +146,17 @@ def test_a_uniform_step_is_not_reordered_or_padded() -> None:
     assert plan.tiles[0].take is None
 
 
-def test_what_a_block_held_before_does_not_matter(model: Decoder) -> None:
-    """Garbage in blocks not owned, in slots not written yet, and a NaN left in a slot that is written again."""
-    sequences = random_sequences([70, 33])
-    paged = Paged(model, sequences, 16)
-    paged.step({0: 50, 1: 20})
-    for layer in paged.cache.layers:
-        slots = layer.view(layer.shape[0], -1, model.config.head_dim)
-        for table, done in zip(paged.tables, paged.done, strict=True):
-            slots[:, table[done // 16] * 16 + done % 16] = float("nan")
-        owned = {block for table, done in zip(paged.tables, paged.done, strict=True) for block in table[:-(-done // 16)]}
-        for block in set(range(layer.shape[1])) - owned:
-            layer[:, block] = float("nan")
-    paged.step({0: 1, 1: 1})
-    paged.step({0: 19, 1: 12})
-    assert_equal(paged)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_block_held_before_does_not_matter(directory: Path, dtype: str, backend: str) -> None:
+    """NaN in blocks not owned, in slots not written yet, and in the slots that are written next: not one bit changes."""
+    model = load_model(str(directory), dtype=dtype, device="cpu")
+    paged, clean = (Paged(model, random_sequences([70, 33]), 16, fill=fill) for fill in (float("nan"), 0.0))
+    for step in ({0: 50, 1: 20}, {0: 1, 1: 1}, {0: 19, 1: 12}):
+        paged.step(step)
+        clean.step(step)
+    assert paged.cache.backend == backend
+    for poisoned, expected in zip(paged.all_logits(), clean.all_logits(), strict=True):
+        assert torch.equal(poisoned, expected)
 
 
 def test_large_scores_survive_bf16() -> None:
@@ -161,18 +169,18 @@ def test_large_scores_survive_bf16() -> None:
     scores = q.double() @ keys.double().transpose(1, 2) / 8
     assert scores.abs().max() > 300
     expected = scores.softmax(-1) @ values.double()
-    error = (attention._attention(q, keys, values, mask).double() - expected).abs().max()
+    error = (attention_tiles._attention(q, keys, values, mask).double() - expected).abs().max()
     rounded = (scores.to(torch.bfloat16).double().softmax(-1) @ values.double() - expected).abs().max()
     assert error < 0.05 < rounded
 
 
-def test_hidden_layers(model: Decoder) -> None:
+def test_hidden_layers(model: Decoder, backend: str) -> None:
     paged = Paged(model, random_sequences([40, 7]), 16)
     rows = [(paged.tables[1], 0, 7), (paged.tables[0], 0, 40)]
     ids = torch.tensor(paged.token_ids[1] + paged.token_ids[0])
     positions = torch.cat([torch.arange(7), torch.arange(40)])
     plan = paged.cache.plan(rows)
-    assert plan.order is not None
+    assert (plan.order is not None) == (backend == "tiles")
     hidden, layers = model.forward(ids, positions, plan, paged.cache, hidden_layers=(1, 0, -1))
     assert torch.equal(layers[2], hidden)
     assert torch.allclose(model.norm(layers[0]), hidden, atol=1e-6)
@@ -221,4 +229,4 @@ def test_pages_as_a_ragged_kernel_sees_them(window: int | None) -> None:
         return out
 
     found = attention_cuda.run(literal, q, pages, attention_cuda.Ragged.make(rows, 16, "cpu"), window)
-    assert torch.allclose(found, attention._attend_alone(q, pages, rows, window), atol=1e-5)
+    assert torch.allclose(found, attention_tiles._attend_alone(q, pages, rows, window), atol=1e-5)

@@ -1,287 +1,75 @@
-"""The paged K/V cache, and attention over it.
+"""The paged K/V cache, and who attends over it.
 
 A row is (block table, start, length): tokens [start, start + length) of one sequence are in this pass. A prefill chunk, a
-plain decode and a verification differ in length only. `make_plan` sorts the rows of a step into tiles of similar length and
-context, padded to the longest; every layer then runs the same few batched operations per tile:
+plain decode and a verification differ in length only. `KVCache.plan` looks at the rows of a step once; every layer then does
 
-    gather the tile's blocks            -> keys, values [kv_heads, rows, context, head_dim], dense
-    scores = queries x keys             query heads that share a KV head are folded into query rows: its keys are read once
-    softmax, times values
+    attended = plan.attend(qkv, layer, pages)       rotate, write K/V to the pages, attend
 
-On CPU that is oneDNN's (bf16) or MKL's (fp32) batched matrix product: several times faster than
-`scaled_dot_product_attention` for a few query rows over a long context, and for prefill chunks too.
+native      compiled CPU kernels that read the pages in place (attention_native.py), where they were built and fit
+tiles       PyTorch only: gathers blocks into dense batches (attention_tiles.py); on CUDA it prefers a paged kernel (attention_cuda.py)
+
+The layout of the pages belongs to whoever attends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models import attention_cuda
-from headway.models.attention_cuda import Ragged
 from headway.models.config import ModelConfig
+from headway.models.layers import Layer
+from headway.models.rope import Rope
 
 Row = tuple[list[int], int, int]
 """(block_table, start, length)"""
 
-CHUNK = 128
-"""Query tokens of one row attended at a time: a later chunk of a prefill reads more context, an earlier one skips it."""
 
-TILE_TOKENS = 12288
-"""Context tokens gathered at a time (3 to 8 MB of keys and values for models of 0.1 to 1 billion parameters): stays in cache."""
+class AttentionPlan(ABC):
+    """The rows of one pass. Made once per step, used by every layer.
 
-TILE_OVERHEAD = 600.0
-QUERY_COST = 0.12
-"""What padding may cost, in units of gathering one context token: a tile of its own costs TILE_OVERHEAD, and attending to
-a context token costs 1 + QUERY_COST * length. Measured on one layer; the optimum is flat."""
+    order    None, or int64 [num_tokens]: the pass runs its tokens in this order; `inverse` undoes it
+    """
+
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+
+    @abstractmethod
+    def begin(self, positions: Tensor, rope: Rope, dtype: torch.dtype) -> None:
+        """Before the first layer: int64 [num_tokens] positions, in the pass's order."""
+
+    @abstractmethod
+    def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
+        """qkv [num_tokens, heads + 2 * kv_heads, head_dim], not rotated yet -> [num_tokens, heads * head_dim].
+
+        Writes the rows' K/V to `pages`. May change `qkv`.
+        """
 
 
 class KVCache:
-    """Keys and values of all layers, in blocks. A block may hold anything until `AttentionPlan.write` begins it.
-
-    layers[i]  [2 * kv_heads, num_blocks, block_size * head_dim]: keys of every KV head, then values
-    """
+    """Keys and values of all layers, in blocks, all of it uninitialised: a block may hold anything until a pass writes to it."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        from headway.models import attention_native, attention_tiles
+
+        self.config = config
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (2 * config.num_kv_heads, num_blocks, block_size * config.head_dim)
-        # Not zeroed: untouched pages of a pool that is sized for the worst case cost no memory.
-        self.layers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self._backend = attention_native if attention_native.fits(config, block_size, dtype, device) else attention_tiles
+        self.layers: list[Tensor] = self._backend.make_pages(config, num_blocks, block_size, dtype, device)
+
+    @property
+    def backend(self) -> str:
+        """ "native" or "tiles"."""
+        return self._backend.__name__.rpartition("_")[2]
 
     def plan(self, rows: Sequence[Row]) -> AttentionPlan:
         """Where the K/V of these rows goes and how they are attended; the pass's tokens are the rows' tokens, in their order."""
-        return make_plan(rows, self.block_size, self.layers[0].device)
+        plan: AttentionPlan = self._backend.make_plan(rows, self.block_size, self.layers[0].device)
+        return plan
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
         return 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
-
-
-@dataclass(slots=True)
-class Tile:
-    """Rows attended together, consecutive in the plan's order of tokens.
-
-    tokens   slice of the pass
-    take     None, or int64 [num_rows * length]: the row-padded tokens as indices into the slice; `keep` undoes it
-    blocks   int64 [num_rows * blocks per row], padded with the row's own first block (masked)
-    run      (first block, number of blocks) when they are consecutive: copying larger pieces is faster
-    positions    int64 [num_rows, length]: position of every query token
-    context_end  tokens the longest row sees: <= context, which is whole blocks
-    """
-
-    tokens: slice
-    take: Tensor | None
-    keep: Tensor | None
-    num_rows: int
-    length: int
-    context: int
-    blocks: Tensor
-    run: tuple[int, int] | None
-    positions: Tensor
-    context_end: int
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def chunks(self) -> Iterator[tuple[int, int, int]]:
-        """A long row's query tokens [begin, end) and how much context the last of them sees."""
-        start = self.context_end - self.length
-        for begin in range(0, self.length, CHUNK):
-            end = min(begin + CHUNK, self.length)
-            yield begin, end, start + end
-
-    def mask(self, window: int | None, shared: int, dtype: torch.dtype) -> Tensor:
-        """Additive, [1, num_rows, length * shared, context]: 0 where a query may look, -inf elsewhere."""
-        mask = self.masks.get(window)
-        if mask is None:
-            own = self.positions[:, :, None]
-            key = torch.arange(self.context, device=own.device)
-            hidden = key > own
-            if window is not None:
-                hidden |= key <= own - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=own.device).masked_fill_(hidden, float("-inf"))
-            mask = self.masks[window] = mask.repeat_interleave(shared, dim=1)[None]
-        return mask
-
-
-@dataclass(slots=True)
-class AttentionPlan:
-    """Where this pass's K/V goes and which rows are attended together. Made once per step, used by every layer.
-
-    ragged   on CUDA only: the same rows for kernels that read the pages in place
-    order    None, or int64 [num_tokens]: the pass runs its tokens in this order; `inverse` undoes it
-    slots    int64 [num_tokens]: cache slot of every token, in that order
-    stale    None, or int64 [n]: slots of blocks begun in this pass that are not written yet. They are zeroed: a block from the
-             pool may hold anything, and 0 * NaN is NaN
-    """
-
-    tiles: list[Tile]
-    slots: Tensor
-    stale: Tensor | None
-    order: Tensor | None
-    inverse: Tensor | None
-    ragged: Ragged | None = None
-
-    def write(self, kv: Tensor, pages: Tensor) -> None:
-        """kv [num_tokens, 2 * kv_heads, head_dim] -> the cache."""
-        flat = pages.view(pages.shape[0], -1, kv.shape[-1])
-        if self.stale is not None:
-            flat.index_fill_(1, self.stale, 0.0)
-        flat.index_copy_(1, self.slots, kv.transpose(0, 1))
-
-
-def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str) -> AttentionPlan:
-    """The tokens of the pass are the rows' tokens, in the order of `rows`."""
-    by_size = sorted(range(len(rows)), key=lambda i: (rows[i][2], rows[i][1]), reverse=True)
-    if len({rows[i][1:] for i in by_size}) == 1:
-        by_size = list(range(len(rows)))
-    groups = _group(rows, by_size)
-    in_order = [i for group in groups for i in group]
-    tables = {i: np.array(rows[i][0][: -(-(rows[i][1] + rows[i][2]) // block_size)], dtype=np.int64) for i in in_order}
-    slots: list[np.ndarray] = []
-    stale: list[np.ndarray] = []
-    for i in in_order:
-        _, start, length = rows[i]
-        stop, table = start + length, tables[i]
-        positions = np.arange(start, stop)
-        slots.append(table[positions // block_size] * block_size + positions % block_size)
-        if 0 < stop % block_size <= length:
-            stale.append(np.arange(table[-1] * block_size + stop % block_size, (table[-1] + 1) * block_size))
-    order = inverse = None
-    if in_order != list(range(len(rows))):
-        begins = np.concatenate([[0], np.cumsum([row[2] for row in rows])])
-        gathered = np.concatenate([np.arange(begins[i], begins[i + 1]) for i in in_order])
-        order, inverse = torch.from_numpy(gathered).to(device), torch.from_numpy(np.argsort(gathered)).to(device)
-    tiles = []
-    begin = 0
-    for group in groups:
-        tiles.append(_tile([rows[i] for i in group], [tables[i] for i in group], begin, block_size, device))
-        begin = tiles[-1].tokens.stop
-    return AttentionPlan(
-        tiles=tiles,
-        slots=torch.from_numpy(np.concatenate(slots)).to(device),
-        stale=torch.from_numpy(np.concatenate(stale)).to(device) if stale else None,
-        order=order,
-        inverse=inverse,
-        ragged=Ragged.make([rows[i] for i in in_order], block_size, device) if torch.device(device).type == "cuda" else None,
-    )
-
-
-def _group(rows: Sequence[Row], by_size: list[int]) -> list[list[int]]:
-    """Rows, longest first, into tiles: a tile ends when padding in it would cost more than another tile does."""
-    groups: list[list[int]] = []
-    waste = top_context = top_length = 0.0
-    for i in by_size:
-        _, start, length = rows[i]
-        context = start + length
-        top = max(context, top_context)
-        full = top * (1.0 + QUERY_COST * top_length)
-        more = full - context * (1.0 + QUERY_COST * length) + (top - top_context) * len(groups[-1] if groups else ())
-        if not groups or length >= CHUNK or waste + more > TILE_OVERHEAD or top * (len(groups[-1]) + 1) > TILE_TOKENS:
-            groups.append([i])
-            waste, top_context, top_length = 0.0, context, length
-        else:
-            groups[-1].append(i)
-            waste, top_context = waste + more, top
-    return groups
-
-
-def _tile(rows: list[Row], tables: list[np.ndarray], begin: int, block_size: int, device: torch.device | str) -> Tile:
-    lengths = np.array([length for _, _, length in rows])
-    length = int(lengths.max())
-    starts = np.array([start for _, start, _ in rows])
-    ahead = np.minimum(np.arange(length), lengths[:, None] - 1)   # a padded query repeats the row's last token
-    take = keep = None
-    if (lengths != length).any():
-        offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        take = torch.from_numpy((offsets[:, None] + ahead).reshape(-1)).to(device)
-        keep = torch.from_numpy(np.flatnonzero(np.arange(length) < lengths[:, None])).to(device)
-    per_row = max(len(table) for table in tables)
-    blocks = np.stack([np.concatenate([table, np.full(per_row - len(table), table[0])]) for table in tables]).reshape(-1)
-    return Tile(
-        tokens=slice(begin, begin + int(lengths.sum())),
-        take=take,
-        keep=keep,
-        num_rows=len(rows),
-        length=length,
-        context=per_row * block_size,
-        blocks=torch.from_numpy(blocks).to(device),
-        run=(int(blocks[0]), len(blocks)) if (np.diff(blocks) == 1).all() else None,
-        positions=torch.from_numpy(starts[:, None] + ahead).to(device),
-        context_end=int((starts + lengths).max()),
-    )
-
-
-def attend(q: Tensor, pages: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
-    """q [num_tokens, heads, head_dim], rotated -> [num_tokens, heads * head_dim]"""
-    if plan.ragged is not None:
-        out = attention_cuda.attend(q, pages, plan.ragged, window, _attend_alone)
-        if out is not None:
-            return out
-    return _attend_tiles(q, pages, plan, window)
-
-
-def _attend_alone(q: Tensor, pages: Tensor, rows: Sequence[Row], window: int | None) -> Tensor:
-    """Attention of `rows` as they come, by tiles; q in the order of the rows."""
-    plan = make_plan(rows, pages.shape[2] // q.shape[2], q.device)
-    out = _attend_tiles(q if plan.order is None else q[plan.order], pages, plan, window)
-    return out if plan.inverse is None else out[plan.inverse]
-
-
-def _attend_tiles(q: Tensor, pages: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
-    if len(plan.tiles) == 1:
-        return _attend_tile(q, pages, plan.tiles[0], window)
-    return torch.cat([_attend_tile(q[tile.tokens], pages, tile, window) for tile in plan.tiles])
-
-
-def _attend_tile(q: Tensor, pages: Tensor, tile: Tile, window: int | None) -> Tensor:
-    heads, head_dim = q.shape[1:]
-    kv_heads = pages.shape[0] // 2
-    dense = pages.index_select(1, tile.blocks) if tile.run is None else pages.narrow(1, *tile.run).contiguous()
-    keys, values = dense.view(2, kv_heads * tile.num_rows, tile.context, head_dim)
-    shared = heads // kv_heads
-    mask = tile.mask(window, shared, q.dtype)
-    if tile.length > CHUNK:
-        return torch.cat([
-            _attend_rows(q[begin:end], keys[:, :context], values[:, :context], mask[:, :, begin * shared:end * shared, :context])
-            for begin, end, context in tile.chunks()
-        ])
-    if tile.take is not None:
-        q = q.index_select(0, tile.take)
-    out = _attend_rows(q, keys, values, mask)
-    return out if tile.keep is None else out.index_select(0, tile.keep)
-
-
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q [rows * length, heads, head_dim], keys and values [kv_heads * rows, context, head_dim] -> [rows * length, heads * head_dim]"""
-    (tokens, heads, head_dim), rows = q.shape, mask.shape[1]
-    kv_heads, length = keys.shape[0] // rows, tokens // rows
-    shared = heads // kv_heads
-    folded = q.view(rows, length, kv_heads, shared, head_dim).permute(2, 0, 1, 3, 4).reshape(kv_heads * rows, length * shared, head_dim)
-    out = (_fused if q.is_cuda else _attention)(folded, keys, values, mask)
-    return out.view(kv_heads, rows, length, shared, head_dim).permute(1, 2, 0, 3, 4).reshape(tokens, heads * head_dim)
-
-
-def _fused(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """As `_attention`, by PyTorch's fused kernel: it keeps its scores in float32."""
-    q, keys, values = (tensor.view(-1, mask.shape[1], *tensor.shape[1:]) for tensor in (q, keys, values))
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.expand(q.shape[0], -1, -1, -1)).flatten(0, 1)
-
-
-def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """q [n, queries, head_dim], keys and values [n, context, head_dim], mask [1, rows, queries, context] -> [n, queries, head_dim]
-
-    Scores in bf16 would lose what separates them when they are large (hundreds in models with biases on keys). So they
-    are made relative to the score of the sequence's first key, inside the matrix product, before it rounds: a softmax
-    does not change when a constant is subtracted from its row, and the first key's score is near the top of most rows.
-    """
-    scale = q.shape[-1] ** -0.5
-    shape = (-1, *mask.shape[1:])
-    reference = (q * keys[:, :1]).sum(-1, keepdim=True)
-    scores = torch.sub(mask, reference.view(*shape[:-1], 1), alpha=scale).view(-1, *shape[2:])
-    scores.baddbmm_(q, keys.transpose(1, 2), alpha=scale)
-    return torch.bmm(torch.softmax(scores, -1, out=scores), values)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.attention import AttentionPlan, KVCache, attend
+from headway.models.attention import AttentionPlan, KVCache
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer, Linear, RMSNorm
-from headway.models.rope import inverse_frequencies, rotate_, rotation
+from headway.models.rope import Rope, inverse_frequencies
 
 __all__ = ["Decoder", "ModelConfig"]
 
@@ -37,8 +37,8 @@ class Decoder:
         self.weight_bytes = weight_bytes
         self.dtype = embedding.dtype
         self.device = embedding.device
-        inv_freq, self.rope_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position)
-        self.inv_freq = inv_freq.to(self.device)
+        inv_freq, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position)
+        self.rope = Rope(inv_freq.to(self.device), factor)
 
     @torch.inference_mode()
     def forward(
@@ -50,21 +50,14 @@ class Decoder:
         hidden_layers         whose outputs to return as well: 0 is the first layer's, -1 the hidden states after the final norm
         returns               (hidden states after the final norm [num_tokens, hidden], one tensor of that shape per asked-for layer)
         """
-        heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         if plan.order is not None:
             token_ids, positions = token_ids[plan.order], positions[plan.order]
-        cos, sin = rotation(positions, self.inv_freq, self.rope_factor, self.dtype)
-        x = F.embedding(token_ids, self.embedding)
+        plan.begin(positions, self.rope, self.dtype)
+        x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden]
         kept: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.input_norm(x)).view(-1, heads + 2 * kv_heads, head_dim)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
-                qkv[:, heads:heads + kv_heads] = layer.k_norm(qkv[:, heads:heads + kv_heads])
-            rotate_(qkv[:, :heads + kv_heads], cos, sin)
-            pages = cache.layers[index]
-            plan.write(qkv[:, heads:], pages)
-            x = layer.o.add_to(x, attend(qkv[:, :heads], pages, plan, layer.window))
+            qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, self.config.head_dim)  # [num_tokens, heads + 2 * kv_heads, head_dim]
+            x = layer.o.add_to(x, plan.attend(qkv, layer, cache.layers[index]))
             x = layer.mlp(layer.post_norm(x), x)
             if index in hidden_layers:
                 kept[index] = x

@@ -8,31 +8,60 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway import native
+from headway.native import ops
+
 PACK_ROWS = 32
-"""Token rows the packed layout is made for; oneDNN picks the same one for all row counts that matter here."""
+"""Token rows oneDNN's packed layout is made for; it picks the same one for all row counts that matter here."""
 
 
 class Linear:
-    """x [n, in] -> [n, out]. On CPU in bf16 the weight is kept in oneDNN's own layout only: twice as fast at few rows."""
+    """x [n, in] -> [n, out]. On CPU in bf16 the weight is kept in one packed layout only: the compiled kernel's, else oneDNN's."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
-        self.packed = can_pack(weight)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self.packed else weight
+        self.packed = _pack(weight, bias)
+        self.onednn = self.packed is None and can_reorder(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self.onednn else None if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
+        if self.packed is not None:
+            return self.packed(x)
+        if self.onednn:
             return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x), in one operation where the packed kernel can."""
-        if self.packed:
+        if self.packed is not None:
+            return self.packed(x, residual)
+        if self.onednn:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")  # type: ignore[no-any-return]
-        return F.linear(x, self.weight, self.bias).add_(residual)
+        return self(x).add_(residual)
 
 
-def can_pack(weight: Tensor) -> bool:
+class GatedLinear:
+    """x [n, in] -> silu(gate) * up [n, inner], from the gate and up projections, one weight [2 * inner, in]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.packed = _pack(weight, bias, gated=True)
+        self.linear = None if self.packed is not None else Linear(weight, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed(x)
+        assert self.linear is not None
+        gate, up = self.linear(x).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
+def _pack(weight: Tensor, bias: Tensor | None, gated: bool = False) -> ops.PackedLinear | None:
+    library = native.library() if weight.device.type == "cpu" else None
+    return ops.PackedLinear(library, weight, bias, gated) if library is not None and ops.can_pack(library, weight) else None
+
+
+def can_reorder(weight: Tensor) -> bool:
     """Whether oneDNN's packed bf16 linear layer is there for this weight."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not torch._C._has_mkldnn:
         return False
@@ -46,8 +75,11 @@ def can_pack(weight: Tensor) -> bool:
 class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps, self.shape = weight, eps, weight.shape
+        self.library = native.library() if weight.device.type == "cpu" and len(weight) % native.LANES == 0 else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.library is not None and x.dim() == 2:
+            return ops.rms_norm(self.library, x, self.weight, self.eps)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
@@ -61,10 +93,9 @@ class Layer:
     k_norm: RMSNorm | None
     o: Linear
     post_norm: RMSNorm
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
     window: int | None
 
     def mlp(self, x: Tensor, residual: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down.add_to(residual, F.silu(gate).mul_(up))
+        return self.down.add_to(residual, self.gate_up(x))

@@ -14,7 +14,7 @@ from headway.errors import ModelError, unknown_key
 from headway.models import hub
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import Layer, Linear, RMSNorm
+from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -125,9 +125,9 @@ def _build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: to
     def norm(name: str, size: int) -> RMSNorm:
         return RMSNorm(take(f"{name}.weight", size), config.rms_norm_eps)
 
-    def linear(prefix: str, parts: dict[str, int], size_in: int, bias: bool) -> Linear:
+    def stacked(prefix: str, parts: dict[str, int], size_in: int, bias: bool) -> tuple[Tensor, Tensor | None]:
         weight = torch.cat([take(f"{prefix}.{part}.weight", size, size_in) for part, size in parts.items()])
-        return Linear(weight, torch.cat([take(f"{prefix}.{part}.bias", size) for part, size in parts.items()]) if bias else None)
+        return weight, torch.cat([take(f"{prefix}.{part}.bias", size) for part, size in parts.items()]) if bias else None
 
     layers = []
     for index in range(config.num_layers):
@@ -135,13 +135,13 @@ def _build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: to
         attention = f"{name}.self_attn"
         layers.append(Layer(
             input_norm=norm(f"{name}.input_layernorm", hidden),
-            qkv=linear(attention, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, hidden, features.qkv_bias),
+            qkv=Linear(*stacked(attention, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, hidden, features.qkv_bias)),
             q_norm=norm(f"{attention}.q_norm", head_dim) if features.qk_norm else None,
             k_norm=norm(f"{attention}.k_norm", head_dim) if features.qk_norm else None,
-            o=linear(attention, {"o_proj": hidden}, q_size, features.o_bias),
+            o=Linear(*stacked(attention, {"o_proj": hidden}, q_size, features.o_bias)),
             post_norm=norm(f"{name}.post_attention_layernorm", hidden),
-            gate_up=linear(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, features.mlp_bias),
-            down=linear(f"{name}.mlp", {"down_proj": hidden}, inner, features.mlp_bias),
+            gate_up=GatedLinear(*stacked(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, features.mlp_bias)),
+            down=Linear(*stacked(f"{name}.mlp", {"down_proj": hidden}, inner, features.mlp_bias)),
             window=config.windows[index],
         ))
     embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,17 +65,26 @@ def _yarn(
     return inv_freq / factor * ramp + inv_freq * (1.0 - ramp), float(attention)
 
 
-def rotation(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """inv_freq float32 [head_dim / 2]; factor on cos and sin."""
+
+    inv_freq: Tensor
+    factor: float
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [n] -> (cos, sin), each float32 [n, head_dim / 2]. Angles are float32, as in training."""
+        angles = positions.to(torch.float32)[:, None] * self.inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
+
+
+def rotation(positions: Tensor, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(cos, signed sin), each [n, 1, head_dim]; the sine's first half is negated, so that
 
         rotated = x * cos + roll(x, head_dim / 2) * signed_sin
-
-    positions [n], inv_freq float32 [head_dim / 2]. Angles are float32, as in training.
     """
-    angles = positions.to(torch.float32)[:, None, None] * inv_freq
-    cos, sin = angles.cos(), angles.sin()
-    if factor != 1.0:
-        cos, sin = cos * factor, sin * factor
+    cos, sin = (table[:, None] for table in rope.angles(positions))
     return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 

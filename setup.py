@@ -1,0 +1,46 @@
+"""The compiled CPU kernels (headway/native): one small C library per instruction set, plain shared objects that know nothing of Python.
+
+They are optional: where no compiler is there or it fails, a warning is printed and the engine runs on PyTorch alone.
+"""
+
+import platform
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SOURCES = [f"src/headway/native/{name}.c" for name in ("attention", "elementwise", "linear", "parallel")]
+HEADERS = [f"src/headway/native/{name}.h" for name in ("attention_impl", "elementwise_impl", "parallel", "simd")]
+COMMON = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+FLAGS = {
+    "x86_64": {"avx512_bf16": [*AVX512, "-mavx512bf16"], "avx512": AVX512, "avx2": AVX2},
+    "aarch64": {"neon": []},
+    "arm64": {"neon": []},
+}
+
+
+class BuildKernels(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        """Without Python's suffix: one build serves every Python."""
+        return fullname.replace(".", "/") + ".so"
+
+
+class AnyPythonWheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(
+    ext_modules=[
+        Extension(
+            f"headway.native._kernels_{variant}", SOURCES, depends=HEADERS, extra_compile_args=COMMON + flags, libraries=["m"],
+            optional=True,
+        )
+        for variant, flags in FLAGS.get(platform.machine(), {}).items()
+        if sys.platform != "win32"
+    ],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
+)

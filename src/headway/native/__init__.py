@@ -1,0 +1,104 @@
+"""Small compiled CPU kernels for what PyTorch does slowly between the matrix products. Never required.
+
+One C library per instruction set lies beside this file when a compiler was there at install time; the best one that this CPU can run is
+chosen at run time. Tensors cross as pointers: shapes and types are checked here, in Python, so that a mistake is an exception.
+`HEADWAY_NATIVE=0` turns all of it off; `headway config` says which library runs and why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+LANES = 16
+
+VARIANTS = ("avx512_bf16", "avx512", "avx2", "neon")
+"""Best first."""
+
+
+class Library:
+    """One compiled library. Functions are looked up by name; threads are PyTorch's own."""
+
+    def __init__(self, path: Path, variant: str) -> None:
+        """Raises OSError when the file is not a library for this machine."""
+        self.path, self.variant = path, variant
+        self._dll = ctypes.CDLL(str(path))
+        self._functions: dict[tuple[str, torch.dtype], Callable[[object], None]] = {}
+        team = _start_team()
+        self.threaded = team is not None
+        if team is not None:
+            self._dll.set_threads(team)
+        self.bf16_pack: int = self._dll.bf16_pack()
+        self.linear_panel: int = self._dll.linear_panel()
+        self.tile_rows: int = self._dll.tile_rows()
+        self.max_head_dim: int = self._dll.max_head_dim()
+
+    def function(self, name: str, dtype: torch.dtype) -> Callable[[object], None]:
+        """A kernel for this element type; it takes a pointer to its argument record. KeyError for a type there is none for."""
+        found = self._functions.get((name, dtype))
+        if found is None:
+            found = getattr(self._dll, f"{name}_{SUFFIXES[dtype]}")
+            found.restype = None
+            self._functions[name, dtype] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs, and why in a few words."""
+
+    library: Library | None
+    reason: str
+
+
+@lru_cache(maxsize=1)
+def choose() -> Choice:
+    """The library this process uses. The environment is read once."""
+    if os.environ.get("HEADWAY_NATIVE") == "0":
+        return Choice(None, "HEADWAY_NATIVE=0")
+    supported = supported_variants()
+    if not supported:
+        return Choice(None, f"no kernels for this CPU ({platform.machine()})")
+    for variant in supported:
+        path = library_path(variant)
+        if not path.exists():
+            continue
+        try:
+            return Choice(Library(path, variant), f"the best of {', '.join(supported)}, which this CPU has")
+        except (OSError, AttributeError) as error:
+            return Choice(None, f"{path.name} cannot be loaded: {error}")
+    return Choice(None, "not built: no C compiler at install time")
+
+
+def library() -> Library | None:
+    return choose().library
+
+
+def library_path(variant: str) -> Path:
+    return Path(__file__).parent / f"_kernels_{variant}.so"
+
+
+def supported_variants() -> tuple[str, ...]:
+    """The instruction sets this CPU has, best first."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return ("neon",)
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512":
+        return ("avx512_bf16", "avx512", "avx2") if torch.cpu._is_avx512_bf16_supported() else ("avx512", "avx2")
+    return ("avx2",) if capability == "AVX2" else ()
+
+
+def _start_team() -> ctypes.c_void_p | None:
+    """Address of GOMP_parallel in the OpenMP runtime PyTorch has loaded; None when there is none (kernels then run on one thread)."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
+    except (OSError, AttributeError, TypeError):
+        return None

@@ -1,0 +1,77 @@
+// Attention over paged keys and values, for rows of any length: a prefill chunk, a plain decode, a verification.
+//
+// pages  [num_blocks][kv_heads][keys, values]; inside a block, tokens come in tiles of 16 so that one vector holds one dimension of 16 keys:
+//        keys    [block_size / 16][head_dim / P][16][P]
+//        values  [block_size / P][head_dim][P]
+//        P = 2 for bf16 on a CPU with AVX-512 BF16 (its dot product takes pairs), else 1.
+//
+// A task is up to TILE query vectors of one row and one KV head; the query heads that share a KV head lie in one tile, so its keys are
+// read once for all of them. Keys are taken CHUNK at a time with the running maximum and sum of the softmax (Milakov and Gimelshein,
+// arXiv:1805.02867). Chunks begin at multiples of CHUNK of the sequence, so the result for a query does not depend on which queries share its
+// pass: a verified draft gets the bits that plain decoding gives.
+#include "parallel.h"
+#include "simd.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define CHUNK 256
+#define MAX_HEAD_DIM 256
+#if defined(__AVX512F__)
+#define TILE 24
+#define ROWS 6      // query vectors at a time: ROWS x KEYS accumulators in registers
+#define KEYS 4      // vectors of 16 keys, or of 16 dimensions of the values, at a time
+#else
+#define TILE 24
+#define ROWS 2
+#define KEYS 1
+#endif
+
+typedef struct {
+    void *q;                    // [num_tokens][heads][head_dim], `q_stride` elements from token to token
+    void *out;                  // [num_tokens][heads][head_dim], dense
+    const void *pages;
+    const int32_t *tables;      // [num_rows][table_width]
+    const int32_t *rows;        // [num_rows][3]: first token in the pass, start, length
+    const int32_t *tasks;       // [num_tasks][4]: row, KV head, first query vector (token * group + head in group), how many: 1 ... TILE
+    int64_t q_stride, table_width, num_tasks;
+    int32_t heads, kv_heads, head_dim, block_size, window, num_threads;
+    float scale;
+} attention_args;
+
+#define NAME(x) x##_f32
+#define ELEMENT f32
+#define LOAD load_f32
+#define STORE store_f32
+#define PACK 1
+#include "attention_impl.h"
+
+#define NAME(x) x##_f16
+#define ELEMENT f16
+#define LOAD load_f16
+#define STORE store_f16
+#define PACK 1
+#include "attention_impl.h"
+
+#define NAME(x) x##_bf16
+#define ELEMENT bf16
+#define LOAD load_bf16
+#define STORE store_bf16
+#if defined(__AVX512BF16__)
+#define PACK 2
+#else
+#define PACK 1
+#endif
+#include "attention_impl.h"
+
+EXPORT int bf16_pack(void) {
+#if defined(__AVX512BF16__)
+    return 2;
+#else
+    return 1;
+#endif
+}
+
+EXPORT int tile_rows(void) { return TILE; }
+EXPORT int max_head_dim(void) { return MAX_HEAD_DIM; }
+EXPORT void attention_f32(attention_args *args) { run_parallel(attend_task_f32, args, args->num_tasks, args->num_threads); }
+EXPORT void attention_f16(attention_args *args) { run_parallel(attend_task_f16, args, args->num_tasks, args->num_threads); }
+EXPORT void attention_bf16(attention_args *args) { run_parallel(attend_task_bf16, args, args->num_tasks, args->num_threads); }

@@ -1,0 +1,70 @@
+// What lies between the matrix products of a layer: RMS norm, rotation and K/V write, argmax.
+// One task is one token (for argmax one row of logits); few tokens run on the calling thread, where waking another would cost more.
+#include "parallel.h"
+#include "simd.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define WORTH_A_THREAD 16384    // elements
+#define STRETCH 1024
+
+typedef struct {
+    const void *x;              // [num_tokens][width], dense
+    void *out;
+    const void *weight;         // [width]
+    int64_t num_tokens, width;
+    int32_t num_threads;
+    float eps;
+} norm_args;
+
+typedef struct {
+    void *qkv;                  // [num_tokens][heads + 2 * kv_heads][head_dim], `stride` elements from token to token; q and k are rotated in place
+    void *pages;                // as in attention.c
+    const float *cos, *sin;     // [num_tokens][head_dim / 2]
+    const int64_t *slots;       // [num_tokens]: block * block_size + offset
+    const void *q_norm, *k_norm;    // [head_dim] RMS norms before the rotation (Qwen3), or NULL
+    int64_t num_tokens, stride;
+    int32_t heads, kv_heads, head_dim, block_size, num_threads;
+    float eps;
+} rotate_args;
+
+typedef struct {
+    const void *logits;         // [num_rows][width], `stride` elements from row to row
+    int64_t *out;               // [num_rows]: first index of the maximum; of the first NaN if there is one
+    int64_t num_rows, width, stride;
+    int32_t num_threads;
+} argmax_args;
+
+#define NAME(x) x##_f32
+#define ELEMENT f32
+#define LOAD load_f32
+#define STORE store_f32
+#define PACK 1
+#include "elementwise_impl.h"
+
+#define NAME(x) x##_f16
+#define ELEMENT f16
+#define LOAD load_f16
+#define STORE store_f16
+#define PACK 1
+#include "elementwise_impl.h"
+
+#define NAME(x) x##_bf16
+#define ELEMENT bf16
+#define LOAD load_bf16
+#define STORE store_bf16
+#if defined(__AVX512BF16__)
+#define PACK 2
+#else
+#define PACK 1
+#endif
+#include "elementwise_impl.h"
+
+static int threads_for(int64_t elements, int num_threads) { return elements < WORTH_A_THREAD ? 1 : num_threads; }
+
+#define DEFINE(TYPE) \
+    EXPORT void norm_##TYPE(norm_args *a) { run_parallel(norm_task_##TYPE, a, a->num_tokens, threads_for(a->num_tokens * a->width, a->num_threads)); } \
+    EXPORT void rotate_##TYPE(rotate_args *a) { run_parallel(rotate_task_##TYPE, a, a->num_tokens, threads_for(a->num_tokens * a->stride, a->num_threads)); } \
+    EXPORT void argmax_##TYPE(argmax_args *a) { run_parallel(argmax_task_##TYPE, a, a->num_rows, threads_for(a->num_rows * a->width, a->num_threads)); }
+DEFINE(f32)
+DEFINE(f16)
+DEFINE(bf16)

@@ -1,0 +1,125 @@
+"""The kernels as functions of tensors. Each checks what the C code relies on; a wrong shape, type or layout raises ValueError.
+
+The argument records mirror the structs in attention.c, elementwise.c and linear.c field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from headway.native import LANES, Library
+
+_P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class AttentionArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("q", "out", "pages", "tables", "rows", "tasks")),
+        *((name, _I64) for name in ("q_stride", "table_width", "num_tasks")),
+        *((name, _I32) for name in ("heads", "kv_heads", "head_dim", "block_size", "window", "num_threads")),
+        ("scale", _F),
+    )
+
+
+class RotateArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("qkv", "pages", "cos", "sin", "slots", "q_norm", "k_norm")),
+        *((name, _I64) for name in ("num_tokens", "stride")),
+        *((name, _I32) for name in ("heads", "kv_heads", "head_dim", "block_size", "num_threads")),
+        ("eps", _F),
+    )
+
+
+class _NormArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", _P), ("out", _P), ("weight", _P), ("num_tokens", _I64), ("width", _I64), ("num_threads", _I32), ("eps", _F),
+    )
+
+
+class _LinearArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("x", "weight", "bias", "residual", "y")),
+        *((name, _I64) for name in ("num_tokens", "size_in", "size_out", "stride")),
+        *((name, _I32) for name in ("num_threads", "num_tasks", "gated")),
+    )
+
+
+class _ArgmaxArgs(ctypes.Structure):
+    _fields_ = (("logits", _P), ("out", _P), ("num_rows", _I64), ("width", _I64), ("stride", _I64), ("num_threads", _I32))
+
+
+def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [num_tokens, width], weight [width]; width a multiple of 16."""
+    num_tokens, width = x.shape
+    if x.dtype != weight.dtype or weight.shape != (width,) or width % LANES or not (x.is_contiguous() and weight.is_contiguous()):
+        raise ValueError(
+            f"rms_norm takes contiguous x [n, width] and weight [width] of one type, width a multiple of {LANES}; got "
+            f"{tuple(x.shape)} {x.dtype}, {tuple(weight.shape)} {weight.dtype}"
+        )
+    out = torch.empty_like(x)
+    args = _NormArgs(x.data_ptr(), out.data_ptr(), weight.data_ptr(), num_tokens, width, torch.get_num_threads(), eps)
+    library.function("norm", x.dtype)(ctypes.byref(args))
+    return out
+
+
+class PackedLinear:
+    """A bf16 weight as linear.c reads it. `gated`: SiLU of the first half of the outputs, times the second half."""
+
+    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+        """weight [size_out, size_in], bias None or [size_out]; see `can_pack`."""
+        if not can_pack(library, weight):
+            raise ValueError(f"cannot pack a weight {tuple(weight.shape)} {weight.dtype} on {weight.device}")
+        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+            raise ValueError(f"the bias must be {weight.dtype} [{weight.shape[0]}], got {tuple(bias.shape)} {bias.dtype}")
+        self.size_out, self.size_in = weight.shape
+        self.gated = gated
+        if gated:
+            weight = weight.view(2, -1, LANES, self.size_in).transpose(0, 1).reshape(weight.shape)
+            bias = None if bias is None else bias.view(2, -1, LANES).transpose(0, 1).reshape(bias.shape)
+        panel = library.linear_panel
+        self.weight = weight.view(-1, panel, self.size_in // 2, 2).transpose(1, 2).contiguous()  # [out / panel, in / 2, panel, 2]
+        self.bias = None if bias is None else bias.contiguous()
+        self._function = library.function("linear", torch.bfloat16)
+        self._args = _LinearArgs(
+            weight=self.weight.data_ptr(), bias=None if self.bias is None else self.bias.data_ptr(), gated=gated,
+            size_in=self.size_in, size_out=self.size_out,
+        )
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [num_tokens, size_in] (+ residual, shaped like the result) -> [num_tokens, size_out], `gated` [num_tokens, size_out / 2]."""
+        num_tokens, size_in = x.shape
+        if size_in != self.size_in or x.dtype != torch.bfloat16 or x.stride(1) != 1:
+            raise ValueError(f"x must be bfloat16 [n, {self.size_in}], rows dense; got {tuple(x.shape)} {x.dtype}, strides {x.stride()}")
+        y = x.new_empty(num_tokens, self.size_out // 2 if self.gated else self.size_out)
+        if residual is not None and (self.gated or residual.shape != y.shape or residual.dtype != y.dtype or not residual.is_contiguous()):
+            raise ValueError(f"the residual must be a contiguous bfloat16 {tuple(y.shape)}, got {tuple(residual.shape)} {residual.dtype}")
+        args = self._args
+        args.x, args.y, args.residual = x.data_ptr(), y.data_ptr(), None if residual is None else residual.data_ptr()
+        args.num_tokens, args.stride = num_tokens, x.stride(0)
+        args.num_threads = threads = torch.get_num_threads()
+        args.num_tasks = min(self.weight.shape[0], threads * (8 if self.weight.shape[0] > 64 * threads else 1))
+        self._function(ctypes.byref(args))
+        return y
+
+
+def can_pack(library: Library, weight: Tensor) -> bool:
+    """Whether linear.c takes this weight [out, in] on this CPU."""
+    panel = library.linear_panel
+    return bool(
+        panel and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
+        and weight.shape[0] % (2 * panel) == 0 and weight.shape[1] % 2 == 0 and weight.numel()
+    )
+
+
+def argmax(library: Library, logits: Tensor) -> Tensor:
+    """logits [num_rows, width] -> int64 [num_rows]: the first maximum, as torch.argmax; the first NaN if there is one."""
+    num_rows, width = logits.shape
+    if width == 0 or (num_rows > 0 and logits.stride(1) != 1):
+        raise ValueError(f"argmax takes [n, width >= 1] with dense rows; got {tuple(logits.shape)}, strides {logits.stride()}")
+    out = torch.empty(num_rows, dtype=torch.int64)
+    args = _ArgmaxArgs(logits.data_ptr(), out.data_ptr(), num_rows, width, logits.stride(0), torch.get_num_threads())
+    library.function("argmax", logits.dtype)(ctypes.byref(args))
+    return out
