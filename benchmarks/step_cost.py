@@ -65,7 +65,9 @@ def measure(model_name: str, context: int, seconds: float) -> dict[str, dict[str
             plan = cache.plan(rows)
             plan.begin(positions, model.rope, model.dtype)
             for layer, pages in zip(model.layers, cache.layers, strict=True):
-                plan.attend(torch.ones(n, heads, config.head_dim, dtype=model.dtype), layer, pages)
+                qkv = torch.ones(n, heads, config.head_dim, dtype=model.dtype)
+                plan.write(qkv, layer, pages)
+                plan.attend(qkv, layer, pages)
 
         def norms(hidden: Any = hidden) -> None:
             for layer in model.layers:

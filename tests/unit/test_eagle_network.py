@@ -107,6 +107,8 @@ def test_filling_writes_the_same_keys_and_values(target_dir: Path, target: Decod
     caches = []
     for fill in (False, True):
         cache = KVCache(network.shape, 1, 16, network.dtype, network.device)
+        for pages in cache.layers:
+            pages.zero_()   # slots that no token is in hold anything
         plan = cache.plan([([0], 0, NUM_TOKENS)])
         network.forward(tokens, torch.arange(NUM_TOKENS), network.fuse(hidden), plan, cache, fill=fill)
         caches.append(torch.stack(cache.layers))

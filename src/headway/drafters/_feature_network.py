@@ -16,10 +16,10 @@ from torch import Tensor
 
 from headway.drafters._checkpoint import Checkpoint
 from headway.errors import ModelError
-from headway.models.attention import AttentionPlan, KVCache, attend
+from headway.models.attention import AttentionPlan, KVCache
 from headway.models.config import ModelConfig
-from headway.models.layers import Layer, Linear, RMSNorm
-from headway.models.rope import inverse_frequencies, rotate_, rotation
+from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
+from headway.models.rope import Rope, inverse_frequencies
 
 
 class FeatureNetwork(ABC):
@@ -41,8 +41,8 @@ class FeatureNetwork(ABC):
         self.lm_head = lm_head
         self.target_ids = target_ids
         self.dtype, self.device = embedding.dtype, embedding.device
-        inv_freq, self.rope_factor = inverse_frequencies(shape.rope, shape.head_dim, shape.max_position)
-        self.inv_freq = inv_freq.to(self.device)
+        inv_freq, factor = inverse_frequencies(shape.rope, shape.head_dim, shape.max_position)
+        self.rope = Rope(inv_freq.to(self.device), factor)
         self.num_bytes = 0   # of its own weights; set by the loader
 
     @abstractmethod
@@ -69,28 +69,18 @@ class FeatureNetwork(ABC):
         """
         if plan.order is not None:
             token_ids, positions, features = token_ids[plan.order], positions[plan.order], features[plan.order]
-        cos, sin = rotation(positions, self.inv_freq, self.rope_factor, self.dtype)
+        plan.begin(positions, self.rope, self.dtype)
         x, residual = self.enter(F.embedding(token_ids, self.embedding), features, positions)
         for index, layer in enumerate(self.layers):
             if index > 0:
                 x, residual = layer.input_norm(residual), residual
-            q, pages = self._project(layer, x, cos, sin), cache.layers[index]
-            plan.write(q[:, self.shape.num_heads :], pages)
+            qkv, pages = layer.qkv(x).view(len(x), -1, self.shape.head_dim), cache.layers[index]
+            plan.write(qkv, layer, pages)
             if fill and index == len(self.layers) - 1:
                 return residual
-            residual = layer.o.add_to(residual, attend(q[:, : self.shape.num_heads], pages, plan, layer.window))
+            residual = layer.o.add_to(residual, plan.attend(qkv, layer, pages))
             residual = layer.mlp(layer.post_norm(residual), residual)
         return residual if plan.inverse is None else residual[plan.inverse]
-
-    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[n, in] -> rotated queries and keys, and values: [n, heads + 2 * kv_heads, head_dim]."""
-        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, self.shape.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
-            qkv[:, heads : heads + kv_heads] = layer.k_norm(qkv[:, heads : heads + kv_heads])
-        rotate_(qkv[:, : heads + kv_heads], cos, sin)
-        return qkv
 
 
 class Builder:
@@ -109,10 +99,13 @@ class Builder:
         return RMSNorm(self.take(f"{name}.weight", self.shape.hidden_size if size is None else size), self.shape.rms_norm_eps)
 
     def linear(self, prefix: str, parts: dict[str, int], size_in: int, bias: bool = False) -> Linear:
-        """Fused rows of `prefix.part`, in order."""
+        return Linear(*self.stacked(prefix, parts, size_in, bias))
+
+    def stacked(self, prefix: str, parts: dict[str, int], size_in: int, bias: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias with the fused rows of `prefix.part`, in order."""
         names = {f"{prefix}.{part}".rstrip("."): size for part, size in parts.items()}
         weight = torch.cat([self.take(f"{name}.weight", size, size_in) for name, size in names.items()])
-        return Linear(weight, torch.cat([self.take(f"{name}.bias", size) for name, size in names.items()]) if bias else None)
+        return weight, torch.cat([self.take(f"{name}.bias", size) for name, size in names.items()]) if bias else None
 
     def layer(self, name: str, *, size_in: int | None = None, input_norm: bool = True, window: int | None = None) -> Layer:
         """A decoder layer in Hugging Face names; `size_in`: what its attention reads when that is not the hidden size."""
@@ -135,7 +128,9 @@ class Builder:
             k_norm=self.norm(f"{attention}.k_norm", shape.head_dim) if qk_norm else None,
             o=self.linear(attention, {"o_proj": hidden}, q_size, has_bias("self_attn.o_proj")),
             post_norm=self.norm(f"{name}.post_attention_layernorm"),
-            gate_up=self.linear(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, has_bias("mlp.gate_proj")),
+            gate_up=GatedLinear(
+                *self.stacked(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, has_bias("mlp.gate_proj"))
+            ),
             down=self.linear(f"{name}.mlp", {"down_proj": hidden}, inner, has_bias("mlp.down_proj")),
             window=window,
         )

@@ -3,7 +3,8 @@
 A row is (block table, start, length): tokens [start, start + length) of one sequence are in this pass. A prefill chunk, a
 plain decode and a verification differ in length only. `KVCache.plan` looks at the rows of a step once; every layer then does
 
-    attended = plan.attend(qkv, layer, pages)       rotate, write K/V to the pages, attend
+    plan.write(qkv, layer, pages)                   rotate, write K/V to the pages
+    attended = plan.attend(qkv, layer, pages)
 
 native      compiled CPU kernels that read the pages in place (attention_native.py), where they were built and fit
 tiles       PyTorch only: gathers blocks into dense batches (attention_tiles.py); on CUDA it prefers a paged kernel (attention_cuda.py)
@@ -41,11 +42,13 @@ class AttentionPlan(ABC):
         """Before the first layer: int64 [num_tokens] positions, in the pass's order."""
 
     @abstractmethod
-    def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
-        """qkv [num_tokens, heads + 2 * kv_heads, head_dim], not rotated yet -> [num_tokens, heads * head_dim].
+    def write(self, qkv: Tensor, layer: Layer, pages: Tensor) -> None:
+        """qkv [num_tokens, heads + 2 * kv_heads, head_dim]: norms (where the layer has them) and rotates queries and keys, in place, and
+        writes K/V of the rows to `pages`."""
 
-        Writes the rows' K/V to `pages`. May change `qkv`.
-        """
+    @abstractmethod
+    def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
+        """After `write` of the same qkv: the queries' attention over all K/V they may see, [num_tokens, heads * head_dim]."""
 
 
 class KVCache:

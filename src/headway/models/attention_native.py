@@ -85,14 +85,17 @@ class NativePlan(AttentionPlan):
     def begin(self, positions: Tensor, rope: Rope, dtype: torch.dtype) -> None:
         self.cos, self.sin = rope.angles(positions)
 
-    def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
-        attention, rotate = self._arguments(qkv, pages)
-        out = qkv.new_empty(self.num_tokens, attention.heads * attention.head_dim)
+    def write(self, qkv: Tensor, layer: Layer, pages: Tensor) -> None:
+        _, rotate = self._arguments(qkv, pages)
         rotate.qkv, rotate.pages = qkv.data_ptr(), pages.data_ptr()
         if layer.q_norm is not None and layer.k_norm is not None:
             rotate.q_norm, rotate.k_norm = layer.q_norm.weight.data_ptr(), layer.k_norm.weight.data_ptr()
             rotate.eps = layer.q_norm.eps
         self.library.function("rotate", qkv.dtype)(ctypes.byref(rotate))
+
+    def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
+        attention, _ = self._arguments(qkv, pages)
+        out = qkv.new_empty(self.num_tokens, attention.heads * attention.head_dim)
         attention.q, attention.out, attention.pages = qkv.data_ptr(), out.data_ptr(), pages.data_ptr()
         attention.window = layer.window or 0
         self.library.function("attention", qkv.dtype)(ctypes.byref(attention))

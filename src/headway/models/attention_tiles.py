@@ -117,7 +117,7 @@ class TilePlan(AttentionPlan):
     def begin(self, positions: Tensor, rope: Rope, dtype: torch.dtype) -> None:
         self.cos, self.sin = rotation(positions, rope, dtype)
 
-    def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
+    def write(self, qkv: Tensor, layer: Layer, pages: Tensor) -> None:
         assert self.cos is not None
         assert self.sin is not None
         kv_heads = pages.shape[0] // 2
@@ -126,15 +126,13 @@ class TilePlan(AttentionPlan):
             qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
             qkv[:, heads:heads + kv_heads] = layer.k_norm(qkv[:, heads:heads + kv_heads])
         rotate_(qkv[:, :heads + kv_heads], self.cos, self.sin)
-        self.write(qkv[:, heads:], pages)
-        return attend(qkv[:, :heads], pages, self, layer.window)
-
-    def write(self, kv: Tensor, pages: Tensor) -> None:
-        """kv [num_tokens, 2 * kv_heads, head_dim] -> the cache."""
-        flat = pages.view(pages.shape[0], -1, kv.shape[-1])
+        flat = pages.view(2 * kv_heads, -1, qkv.shape[2])
         if self.stale is not None:
             flat.index_fill_(1, self.stale, 0.0)
-        flat.index_copy_(1, self.slots, kv.transpose(0, 1))
+        flat.index_copy_(1, self.slots, qkv[:, heads:].transpose(0, 1))
+
+    def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
+        return attend(qkv[:, : qkv.shape[1] - pages.shape[0]], pages, self, layer.window)
 
 
 def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str) -> TilePlan:

@@ -57,7 +57,9 @@ class Decoder:
         kept: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, self.config.head_dim)  # [num_tokens, heads + 2 * kv_heads, head_dim]
-            x = layer.o.add_to(x, plan.attend(qkv, layer, cache.layers[index]))
+            pages = cache.layers[index]
+            plan.write(qkv, layer, pages)
+            x = layer.o.add_to(x, plan.attend(qkv, layer, pages))
             x = layer.mlp(layer.post_norm(x), x)
             if index in hidden_layers:
                 kept[index] = x
