@@ -176,11 +176,15 @@ class SpecDecodeMetrics:
     num_accepted_tokens: int = 0
     num_steps: int = 0               # every step that wrote tokens, speculative or not
     num_drafts_per_pos: list[int] = field(default_factory=list)
+    num_reached_per_pos: list[int] = field(default_factory=list)   # of these, with every draft before them accepted
     num_accepted_per_pos: list[int] = field(default_factory=list)
+    num_steps_per_k: list[int] = field(default_factory=list)       # [k]: steps in which k drafts were verified
     acceptance_histogram: list[int] = field(default_factory=list)  # [i]: steps in which i drafts were accepted
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         self.num_steps += 1
+        self.num_steps_per_k.extend([0] * (num_drafts + 1 - len(self.num_steps_per_k)))
+        self.num_steps_per_k[num_drafts] += 1
         if num_drafts == 0:
             return
         self.num_spec_steps += 1
@@ -188,6 +192,7 @@ class SpecDecodeMetrics:
         self.num_accepted_tokens += num_accepted
         for counts, upto in (
             (self.num_drafts_per_pos, num_drafts),
+            (self.num_reached_per_pos, min(num_drafts, num_accepted + 1)),
             (self.num_accepted_per_pos, num_accepted),
         ):
             counts.extend([0] * (num_drafts - len(counts)))
@@ -209,6 +214,12 @@ class SpecDecodeMetrics:
     @property
     def draft_acceptance_rate(self) -> float:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """P(position accepted | the ones before it were), by position: stays true when k varies."""
+        counts = zip(self.num_accepted_per_pos, self.num_reached_per_pos, strict=False)
+        return [accepted / reached if reached else 0.0 for accepted, reached in counts]
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -407,7 +418,7 @@ class OutputDelta:
 
 
 def vllm_metrics(stats: SpecDecodeMetrics) -> Mapping[str, Any]:
-    """The `metrics.speculative_decoding` object of a response."""
+    """The `metrics.speculative_decoding` object of a response: vLLM's keys, then ours."""
     return {
         "num_spec_steps": stats.num_spec_steps,
         "num_draft_tokens": stats.num_draft_tokens,
@@ -415,6 +426,10 @@ def vllm_metrics(stats: SpecDecodeMetrics) -> Mapping[str, Any]:
         "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
         "draft_acceptance_rate": round(stats.draft_acceptance_rate, 4),
         "acceptance_histogram": list(stats.acceptance_histogram),
+        "num_steps": stats.num_steps,
+        "num_rejected_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+        "num_steps_per_k": list(stats.num_steps_per_k),
+        "conditional_acceptance": [round(rate, 4) for rate in stats.conditional_acceptance],
     }
 
 

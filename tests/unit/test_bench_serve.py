@@ -14,7 +14,8 @@ import pytest
 from headway.bench import serve
 from headway.bench.client import RequestFailed, Target, exchange, get_json
 from headway.bench.records import LoadOptions
-from headway.bench.serve import ServeOptions, parse_metrics, request_body, speculation_in, time_shares
+from headway.bench.scrape import Growth, Scrape
+from headway.bench.serve import ServeOptions, request_body, speculation_in, time_shares
 from headway.bench.workloads import Prompt
 from headway.errors import ConfigError
 
@@ -329,14 +330,14 @@ broken line
 
 
 def test_metrics() -> None:
-    stats = speculation_in(parse_metrics(METRICS))
+    stats = speculation_in(Growth(Scrape(), Scrape.parse(METRICS), 1.0))
     assert (stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_tokens) == (10, 40, 15)
     assert stats.num_accepted_per_pos == [9, 6]
     assert stats.mean_acceptance_length == 2.5
 
 
 def test_time_shares_from_metrics() -> None:
-    shares = time_shares(parse_metrics(METRICS))
+    shares = time_shares(Growth(Scrape(), Scrape.parse(METRICS), 1.0))
     assert shares is not None
     assert (shares.draft, shares.verify, shares.overhead) == (0.1, 0.8, 0.1)
-    assert time_shares({}) is None
+    assert time_shares(Growth(Scrape(), Scrape(), 1.0)) is None

@@ -16,14 +16,16 @@ from headway.control.policy import BatchView, SequenceView
 from headway.control.trace import Trace, TraceWriter, read_trace
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
-from headway.types import Feedback, Request, SamplingParams, SequenceFeedback
+from headway.types import DrafterFeedback, Feedback, Forecast, Request, SamplingParams, SequenceFeedback, ShadowFeedback
 from tests.tiny import tiny_model_dir
 
 HEADER = {"engine": "test", "max_k": 4, "drafters": ["suffix"]}
 FEEDBACK = Feedback(
     step=3,
     sequences=(SequenceFeedback(7, "suffix", 4, 4, 3, 2, 100, (0.5, 0.25, 0.125)), SequenceFeedback(9, "none", 0, 0, 0, 0, 40)),
-    num_prefill_tokens=11, num_tokens=16, num_context_tokens=151, draft_ms=0.25, verify_ms=10.5, step_ms=11.125,
+    num_prefill_tokens=11, num_tokens=16, num_context_tokens=151, draft_ms=0.25, verify_ms=10.5, step_ms=11.125, num_rows=3, num_waiting=6,
+    policy_ms=0.125, reason="edge", forecast=Forecast(10.0, 3.5, 8.0), drafters=(DrafterFeedback("suffix", 2, 4, 0, 4, 0.25),),
+    shadows=(ShadowFeedback(9, "ngram", 0, 3, 1, (0.5, 0.25, 0.125)),),
 )
 VIEW = BatchView(
     step=3,
@@ -49,9 +51,9 @@ def damaged(path: Path, line: int, text: str) -> Path:
 
 def changed(**values: Any) -> str:
     record = {
-        "step": 0, "at_ms": 1.0, "num_waiting": 0, "num_prefill_tokens": 0, "num_tokens": 1, "num_context_tokens": 1, "draft_ms": 0,
-        "verify_ms": 1, "step_ms": 1, "seq_id": [0], "num_context": [1], "max_k": [2], "drafter": ["suffix"], "k": [2], "num_proposed": [2],
-        "num_drafts": [2], "num_accepted": [1], "confidence": [None],
+        "step": 0, "at_ms": 1.0, "num_waiting": 0, "num_rows": 1, "num_prefill_tokens": 0, "num_tokens": 1, "num_context_tokens": 1,
+        "draft_ms": 0, "verify_ms": 1, "step_ms": 1, "seq_id": [0], "num_context": [1], "max_k": [2], "drafter": ["suffix"],
+        "k": [2], "num_proposed": [2], "num_drafts": [2], "num_accepted": [1], "confidence": [None],
     }
     return json.dumps(record | values)
 
@@ -63,7 +65,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (trace.max_k, trace.drafters) == (4, ("suffix",))
     first, second = trace.steps
     assert first.feedback == FEEDBACK
-    assert (first.num_waiting, first.max_k) == (6, (4, 2))
+    assert first.max_k == (4, 2)
     assert second.feedback.step == 4
     assert 0.0 <= first.at_ms <= second.at_ms
 
@@ -131,6 +133,8 @@ def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
         (1, changed(k=[]), "line 2: the columns differ in length: .*k 0"),
         (1, changed(num_accepted=[3]), "line 2: needs num_accepted <= num_drafts"),
         (1, changed(drafter=[4]), "line 2: drafter must be a name, got 4"),
+        (1, changed(forecast=[1.0]), "line 2: drafting, shadows or forecast"),
+        (1, changed(shadows=[[1, "ngram"]]), "line 2: drafting, shadows or forecast"),
     ],
 )
 def test_a_foreign_or_damaged_file_is_named(tmp_path: Path, line: int, text: str, message: str) -> None:
@@ -155,7 +159,7 @@ def test_a_trace_without_steps_and_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_are_kept_in_the_header_and_ignored_in_a_step(tmp_path: Path) -> None:
-    trace = read_trace(damaged(tmp_path / "t", 1, changed(reason="edge")))
+    trace = read_trace(damaged(tmp_path / "t", 1, changed(mood="edgy")))
     assert trace.steps[0].feedback.num_tokens == 1
     assert Trace({"drafters": []}, trace.steps).drafters == ("suffix",)
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.bench.arrivals import Arrivals
 from headway.bench.client import RequestFailed, Target, excerpt, exchange, get_json
 from headway.bench.records import LoadOptions, Record, Run, TimeShares
+from headway.bench.scrape import Growth, Scrape
 from headway.bench.workloads import Prompt
 from headway.config import option
 from headway.errors import ConfigError
@@ -187,58 +187,41 @@ async def _send(target: Target, path: str, bodies: Sequence[bytes], arrivals: Ar
     return list(await asyncio.gather(*tasks))
 
 
-async def scrape(target: Target) -> dict[str, float] | None:
+async def scrape(target: Target) -> Scrape | None:
     """The server's counters; None where there is no /metrics."""
     try:
         status, body = await exchange(target, "GET", "/metrics", timeout_s=30.0)
     except RequestFailed:
         return None
-    return parse_metrics(body.decode("utf-8", "replace")) if status == 200 else None
+    return Scrape.parse(body.decode("utf-8", "replace")) if status == 200 else None
 
 
-def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text -> value by name, or by name@label for the two labels that matter here; all other labels are summed over."""
-    totals: dict[str, float] = {}
-    for line in text.splitlines():
-        match = re.fullmatch(r"([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)(?:\s+\d+)?", line)
-        if match is None:
-            continue
-        name, labels, value = match.groups()
-        label = re.search(r'[{,](?:position|phase)="(\w+)"', labels or "")
-        key = f"{name}@{label[1]}" if label else name
-        try:
-            totals[key] = totals.get(key, 0.0) + float(value)
-        except ValueError:
-            continue
-    return totals
-
-
-def speculation_in(grown: Mapping[str, float]) -> SpecDecodeMetrics:
-    per_position = f"{PREFIX}accepted_tokens_per_pos_total@"
-    positions = sorted(int(key.removeprefix(per_position)) for key in grown if key.startswith(per_position))
-    counts = [round(grown[f"{per_position}{position}"]) for position in positions]
+def speculation_in(grown: Growth) -> SpecDecodeMetrics:
+    by_position = {int(at): round(count) for at, count in grown.by(f"{PREFIX}accepted_tokens_per_pos_total", "position").items()}
+    counts = [by_position[at] for at in sorted(by_position)]
     while counts and counts[-1] == 0:
         counts.pop()
     return SpecDecodeMetrics(
-        num_spec_steps=round(grown.get(f"{PREFIX}drafts_total", 0.0)),
-        num_draft_tokens=round(grown.get(f"{PREFIX}draft_tokens_total", 0.0)),
-        num_accepted_tokens=round(grown.get(f"{PREFIX}accepted_tokens_total", 0.0)),
+        num_spec_steps=round(grown.total(f"{PREFIX}drafts_total") or 0.0),
+        num_draft_tokens=round(grown.total(f"{PREFIX}draft_tokens_total") or 0.0),
+        num_accepted_tokens=round(grown.total(f"{PREFIX}accepted_tokens_total") or 0.0),
         num_accepted_per_pos=counts,
     )
 
 
-def _measured(records: list[Record], before: dict[str, float] | None, after: dict[str, float] | None, cpu_s: float) -> Run:
-    grown = {key: value - (before or {}).get(key, 0.0) for key, value in (after or {}).items()}
+def _measured(records: list[Record], before: Scrape | None, after: Scrape | None, cpu_s: float) -> Run:
+    grown = Growth(before or Scrape(), after or Scrape(), 0.0)
     speculation = speculation_in(grown)
-    rows = grown.get("headway:sampling_rows_total", 0.0)
+    rows = grown.total("headway:sampling_rows_total")
     result = Run(tuple(records), speculation, time_shares(grown), speculation.num_draft_tokens / rows if rows else None)
     # What the client itself took, as a share of one core: it competes with the server when both are on one machine.
     share = cpu_s / result.duration_s if result.duration_s > 0 else 0.0
     return replace(result, extra={"client_cpu_share": share, "metrics_scraped": before is not None and after is not None})
 
 
-def time_shares(grown: Mapping[str, float]) -> TimeShares | None:
+def time_shares(grown: Growth) -> TimeShares | None:
     """From Headway's own counters of step time; None on other servers."""
-    seconds = [grown.get(f"headway:step_seconds_total@{phase}", 0.0) for phase in ("draft", "verify", "overhead")]
-    total = sum(seconds)
-    return TimeShares(*(part / total for part in seconds)) if total > 0.0 else None
+    seconds = grown.by("headway:step_seconds_total", "phase")
+    parts = [seconds.get(phase, 0.0) for phase in ("draft", "verify", "overhead")]
+    total = sum(parts)
+    return TimeShares(*(part / total for part in parts)) if total > 0.0 else None

@@ -8,7 +8,8 @@ A trace is JSON lines, UTF-8. The first line is the header:
 Other keys say where the trace came from and are kept. Every further line is one step that ran (times in milliseconds, counts in tokens):
 
     step, at_ms                 number of the step; when it ended, counted from the start of the trace
-    num_waiting                 requests that waited for admission when the step was planned
+    num_waiting                 requests that wait for admission
+    num_rows                    sequences in the forward pass, prefill chunks included
     num_prefill_tokens          prompt tokens computed in the step
     num_tokens                  rows of the target's forward pass: known tokens plus verified drafts
     num_context_tokens          K/V entries read, summed over the rows' sequences
@@ -25,7 +26,13 @@ and columns, one entry per sequence that wrote tokens in the step, in the same o
     num_accepted                accepted drafts: the sequence wrote num_accepted + 1 tokens, fewer when it ended on the way
     confidence                  the drafter's confidence by position, null when it has none
 
-Unknown keys are ignored on reading, so a step may carry more. A foreign engine can write the format without importing this file.
+A step may also carry the following; unknown keys are ignored. A foreign engine can write the format without importing this file.
+
+    policy_ms, reason           the policy's own time; why it last changed what it does
+    drafting                    per drafter, as in `DrafterFeedback`: [name, num_rows, num_steps, num_catch_up, num_proposed, draft_ms]
+    shadows                     per draft that was compared with what the target wrote later instead of being verified, as in
+                                `ShadowFeedback`: [seq_id, drafter, num_verified, num_drafts, num_confirmed, confidence]
+    forecast                    [step_ms, num_tokens, plain_ms]: what the policy expected of the step, and of the same step without drafts
 """
 
 from __future__ import annotations
@@ -42,7 +49,7 @@ from typing import Any
 
 from headway.control.policy import BatchView
 from headway.errors import ConfigError
-from headway.types import Feedback, SequenceFeedback
+from headway.types import DrafterFeedback, Feedback, Forecast, SequenceFeedback, ShadowFeedback
 
 FORMAT = "headway-trace"
 VERSION = 1
@@ -53,7 +60,7 @@ FLUSH_S = 1.0
 
 logger = logging.getLogger("headway.trace")
 
-STEP_NUMBERS = ("num_waiting", "num_prefill_tokens", "num_tokens", "num_context_tokens")
+STEP_NUMBERS = ("num_waiting", "num_rows", "num_prefill_tokens", "num_tokens", "num_context_tokens")
 STEP_TIMES = ("at_ms", "draft_ms", "verify_ms", "step_ms")
 COLUMNS = ("seq_id", "num_context", "max_k", "drafter", "k", "num_proposed", "num_drafts", "num_accepted", "confidence")
 
@@ -63,7 +70,6 @@ class TraceStep:
     """One line: the feedback of the step, when it ended, and what the plan knew. `max_k[i]` belongs to `feedback.sequences[i]`."""
 
     at_ms: float
-    num_waiting: int
     max_k: tuple[int, ...]
     feedback: Feedback
 
@@ -143,18 +149,13 @@ class TraceWriter:
 
 
 def _line(view: BatchView, feedback: Feedback, at_ms: float) -> dict[str, Any]:
-    sequences = feedback.sequences
+    sequences, forecast = feedback.sequences, feedback.forecast
     allowed = {seq.seq_id: seq.max_k for seq in view.sequences}
     return {
         "step": feedback.step,
         "at_ms": _ms(at_ms),
-        "num_waiting": view.num_waiting,
-        "num_prefill_tokens": feedback.num_prefill_tokens,
-        "num_tokens": feedback.num_tokens,
-        "num_context_tokens": feedback.num_context_tokens,
-        "draft_ms": _ms(feedback.draft_ms),
-        "verify_ms": _ms(feedback.verify_ms),
-        "step_ms": _ms(feedback.step_ms),
+        **{name: getattr(feedback, name) for name in STEP_NUMBERS},
+        **{name: _ms(getattr(feedback, name)) for name in ("draft_ms", "verify_ms", "step_ms", "policy_ms")},
         "seq_id": [seq.seq_id for seq in sequences],
         "num_context": [seq.num_context for seq in sequences],
         "max_k": [allowed.get(seq.seq_id, 0) for seq in sequences],   # admitted in this step: its first token, never a draft
@@ -163,7 +164,17 @@ def _line(view: BatchView, feedback: Feedback, at_ms: float) -> dict[str, Any]:
         "num_proposed": [seq.num_proposed for seq in sequences],
         "num_drafts": [seq.num_drafts for seq in sequences],
         "num_accepted": [seq.num_accepted for seq in sequences],
-        "confidence": [None if seq.confidence is None else [_ratio(value) for value in seq.confidence] for seq in sequences],
+        "confidence": [_ratios(seq.confidence) for seq in sequences],
+        "reason": feedback.reason,
+        "drafting": [
+            [part.drafter, part.num_rows, part.num_steps, part.num_catch_up, part.num_proposed, _ms(part.draft_ms)]
+            for part in feedback.drafters
+        ],
+        "shadows": [
+            [part.seq_id, part.drafter, part.num_verified, part.num_drafts, part.num_confirmed, _ratios(part.confidence)]
+            for part in feedback.shadows
+        ],
+        "forecast": None if forecast is None else [_ms(forecast.step_ms), _ms(forecast.num_tokens), _ms(forecast.plain_ms)],
     }
 
 
@@ -171,8 +182,8 @@ def _ms(value: float) -> float:
     return round(value, 3) if math.isfinite(value) else 0.0
 
 
-def _ratio(value: float) -> float | None:
-    return round(float(value), 3) if math.isfinite(value) else None
+def _ratios(confidence: tuple[float, ...] | None) -> list[float | None] | None:
+    return None if confidence is None else [round(float(value), 3) if math.isfinite(value) else None for value in confidence]
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -236,8 +247,28 @@ def _parse(record: Mapping[str, Any]) -> TraceStep:
     if len(set(lengths.values())) != 1:
         raise _Wrong("the columns differ in length: " + ", ".join(f"{name} {length}" for name, length in lengths.items()))
     sequences = tuple(_sequence({name: column[i] for name, column in columns.items()}) for i in range(lengths["seq_id"]))
-    num_waiting, at_ms = numbers.pop("num_waiting"), numbers.pop("at_ms")
-    return TraceStep(at_ms, num_waiting, tuple(columns["max_k"]), Feedback(sequences=sequences, **numbers))
+    at_ms = numbers.pop("at_ms")
+    return TraceStep(at_ms, tuple(columns["max_k"]), Feedback(sequences=sequences, **numbers, **_extras(record)))
+
+
+def _extras(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that a step may carry."""
+    try:
+        forecast = record.get("forecast")
+        return {
+            "policy_ms": _time(record, "policy_ms") if "policy_ms" in record else 0.0,
+            "reason": str(record.get("reason", "")),
+            "drafters": tuple(DrafterFeedback(*part) for part in record.get("drafting", ())),
+            "shadows": tuple(map(_shadow, record.get("shadows", ()))),
+            "forecast": None if forecast is None else Forecast(*map(float, forecast)),
+        }
+    except (TypeError, ValueError, IndexError) as error:
+        raise _Wrong(f"drafting, shadows or forecast: {error}") from error
+
+
+def _shadow(part: Any) -> ShadowFeedback:
+    seq_id, drafter, num_verified, num_drafts, num_confirmed, confidence = part
+    return ShadowFeedback(seq_id, drafter, num_verified, num_drafts, num_confirmed, _confidence(confidence))
 
 
 def _sequence(row: Mapping[str, Any]) -> SequenceFeedback:
@@ -246,11 +277,12 @@ def _sequence(row: Mapping[str, Any]) -> SequenceFeedback:
         raise _Wrong(f"needs num_accepted <= num_drafts <= num_proposed, got {counts}")
     if not isinstance(row["drafter"], str):
         raise _Wrong(f"drafter must be a name, got {row['drafter']!r}")
-    confidence = row["confidence"]
-    if confidence is not None:
-        confidence = tuple(math.nan if value is None else float(value) for value in confidence)
     del counts["max_k"]
-    return SequenceFeedback(drafter=row["drafter"], confidence=confidence, **counts)
+    return SequenceFeedback(drafter=row["drafter"], confidence=_confidence(row["confidence"]), **counts)
+
+
+def _confidence(values: Any) -> tuple[float, ...] | None:
+    return None if values is None else tuple(math.nan if value is None else float(value) for value in values)
 
 
 def _count(record: Mapping[str, Any], name: str) -> int:

@@ -110,10 +110,7 @@ class _Api:
         self.created = int(time.time())
         self.bridge = AsyncEngine(engine, max_open=engine.config.max_num_seqs + options.max_queue)
         self.names = TokenNames(engine.tokenizer.token_text, engine.tokenizer.token_bytes)
-        speculative = engine.config.speculative
-        drafters = list(speculative.methods) if speculative else []
-        num_positions = speculative.num_speculative_tokens if speculative else 0
-        self.registry = build_registry(EngineCollector(engine.metrics, self.bridge, self.model, drafters, num_positions))
+        self.registry = build_registry(EngineCollector(engine.metrics, self.bridge, self.model, engine.config.speculative))
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:

@@ -247,6 +247,10 @@ class SpeculativeDecoding(_Answer):
     mean_acceptance_length: float
     draft_acceptance_rate: float
     acceptance_histogram: list[int]
+    num_steps: int
+    num_rejected_tokens: int
+    num_steps_per_k: list[int]
+    conditional_acceptance: list[float]
 
 
 class RequestMetrics(_Answer):
