@@ -3,6 +3,7 @@
 They are optional: where no compiler is there or it fails, a warning is printed and the engine runs on PyTorch alone.
 """
 
+import os
 import platform
 import sys
 
@@ -20,6 +21,8 @@ FLAGS = {
     "aarch64": {"neon": []},
     "arm64": {"neon": []},
 }
+if os.environ.get("HEADWAY_SANITIZE"):
+    COMMON += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
 
 class BuildKernels(build_ext):
@@ -37,7 +40,7 @@ setup(
     ext_modules=[
         Extension(
             f"headway.native._kernels_{variant}", SOURCES, depends=HEADERS, extra_compile_args=COMMON + flags, libraries=["m"],
-            optional=True,
+            extra_link_args=[flag for flag in COMMON if flag.startswith("-fsanitize")], optional=True,
         )
         for variant, flags in FLAGS.get(platform.machine(), {}).items()
         if sys.platform != "win32"

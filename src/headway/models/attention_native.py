@@ -73,6 +73,8 @@ class NativePlan(AttentionPlan):
             if len(table) < counts[i]:
                 raise ValueError(f"row {i} needs {counts[i]} blocks of {block_size} tokens, its table has {len(table)}")
             self.tables[i, : counts[i]] = table[: counts[i]]
+        if self.tables.min(initial=0) < 0 or self.starts.min(initial=0) < 0 or self.lengths.min(initial=1) < 1:
+            raise ValueError("rows need blocks >= 0, starts >= 0 and lengths >= 1")
         self.first_tokens = np.cumsum(self.lengths) - self.lengths
         self.num_tokens = int(self.lengths.sum())
         self.rows = np.stack([self.first_tokens, self.starts, self.lengths], axis=1).astype(np.int32)  # [num_rows, 3]

@@ -2,7 +2,8 @@
 
 One C library per instruction set lies beside this file when a compiler was there at install time; the best one that this CPU can run is
 chosen at run time. Tensors cross as pointers: shapes and types are checked here, in Python, so that a mistake is an exception.
-`HEADWAY_NATIVE=0` turns all of it off; `headway config` says which library runs and why.
+`HEADWAY_NATIVE=0` turns all of it off, `HEADWAY_NATIVE=DIRECTORY` loads the libraries from there (a sanitized build); `headway config` says
+which library runs and why.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def library() -> Library | None:
 
 
 def library_path(variant: str) -> Path:
-    return Path(__file__).parent / f"_kernels_{variant}.so"
+    elsewhere = os.environ.get("HEADWAY_NATIVE", "1")
+    return (Path(__file__).parent if elsewhere in ("0", "1") else Path(elsewhere)) / f"_kernels_{variant}.so"
 
 
 def supported_variants() -> tuple[str, ...]:

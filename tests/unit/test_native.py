@@ -1,0 +1,279 @@
+"""The compiled kernels against float64 references, for every instruction set that was built and that this CPU has."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from headway import native
+from headway.models.attention_native import NativePlan
+from headway.models.layers import Layer
+from headway.models.rope import Rope
+from headway.native import ops
+
+BUILT = [variant for variant in native.supported_variants() if native.library_path(variant).exists()]
+if os.environ.get("HEADWAY_NATIVE") == "0" or not BUILT:
+    pytest.skip(f"no compiled kernels: {native.choose().reason}", allow_module_level=True)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Results are of size 1; inputs are rounded to the type once or twice on the way.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.008}
+EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module", params=BUILT)
+def library(request: pytest.FixtureRequest) -> native.Library:
+    return native.Library(native.library_path(request.param), request.param)
+
+
+def test_the_best_built_library_is_chosen() -> None:
+    assert native.choose().library is not None
+    assert native.choose().library.variant == BUILT[0]  # type: ignore[union-attr]
+    assert native.choose().library.threaded  # type: ignore[union-attr]
+
+
+def test_the_environment_turns_them_off() -> None:
+    code = "from headway import native; print(native.library(), native.choose().reason)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "HEADWAY_NATIVE": "0"}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None", "HEADWAY_NATIVE=0"]
+
+
+def test_a_broken_library_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+    for variant in native.VARIANTS:
+        (tmp_path / f"_kernels_{variant}.so").write_bytes(b"not a library")
+    code = "from headway import native; print(native.library(), native.choose().reason)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "HEADWAY_NATIVE": str(tmp_path)}, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("None")
+    assert "cannot be loaded" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+class Problem:
+    """Sequences in blocks of a pool full of NaN, with their queries, keys and values."""
+
+    def __init__(self, shape: dict[str, int], lengths: list[int], dtype: torch.dtype, seed: int, q_norm: bool = False) -> None:
+        self.__dict__.update(shape)
+        self.shape, self.lengths, self.dtype = shape, lengths, dtype
+        random = torch.Generator().manual_seed(seed)
+        heads, kv_heads, head_dim, block_size = shape["group"] * shape["kv_heads"], shape["kv_heads"], shape["head_dim"], shape["block_size"]
+        self.heads, self.kv_heads, self.head_dim, self.block_size = heads, kv_heads, head_dim, block_size
+        self.qkv = [torch.randn(n, heads + 2 * kv_heads, head_dim, generator=random).to(dtype) for n in lengths]
+        counts = [-(-n // block_size) for n in lengths]
+        blocks = torch.randperm(sum(counts) + 2, generator=random).tolist()
+        self.tables = [[blocks.pop() for _ in range(count)] for count in counts]
+        self.free = blocks
+        self.pages = torch.full((sum(counts) + 2, kv_heads, 2, block_size * head_dim), math.nan).to(dtype)
+        self.rope = Rope(1e4 ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.25)
+        norms = [torch.rand(head_dim, generator=random).to(dtype) + 0.5 for _ in range(2)] if q_norm else None
+        self.layer: Any = Layer(*[None] * 9)  # type: ignore[arg-type]
+        if norms:
+            from headway.models.layers import RMSNorm
+
+            self.layer.q_norm, self.layer.k_norm = (RMSNorm(weight, 1e-5) for weight in norms)
+
+    def step(self, library: native.Library, rows: list[tuple[int, int, int]], window: int | None = None) -> list[torch.Tensor]:
+        """rows: (sequence, start, length) -> attention of each, [length, heads, head_dim]."""
+        self.layer.window = window
+        plan = NativePlan([(self.tables[i], start, length) for i, start, length in rows], self.block_size, library)
+        plan.begin(torch.cat([torch.arange(start, start + length) for _, start, length in rows]), self.rope, self.dtype)
+        qkv = torch.cat([self.qkv[i][start : start + length] for i, start, length in rows])
+        plan.write(qkv, self.layer, self.pages)
+        out = plan.attend(qkv, self.layer, self.pages)
+        return list(out.view(-1, self.heads, self.head_dim).split([length for *_, length in rows]))
+
+    def expected(self, sequence: int, window: int | None) -> torch.Tensor:
+        """Of the whole sequence, in float64; rotated queries and keys are rounded to the type, as in the cache."""
+        x = self.qkv[sequence].double()
+        n, half = len(x), self.head_dim // 2
+        q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if self.layer.q_norm is not None:
+            q, k = (
+                y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+                for y, norm in ((q, self.layer.q_norm), (k, self.layer.k_norm))
+            )
+        cos, sin = (table.double()[:, None] for table in self.rope.angles(torch.arange(n)))
+        q, k = (torch.cat([y[..., :half] * cos - y[..., half:] * sin, y[..., half:] * cos + y[..., :half] * sin], -1) for y in (q, k))
+        q, k = q.to(self.dtype).double(), k.to(self.dtype).double()
+        k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / self.head_dim**0.5
+        own, key = torch.arange(n)[:, None], torch.arange(n)
+        hidden = key > own
+        if window is not None:
+            hidden |= key <= own - window
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+shapes = st.fixed_dictionaries({
+    "group": st.integers(1, 9), "kv_heads": st.integers(1, 3), "head_dim": st.sampled_from([16, 48, 64, 80, 96, 128, 256]),
+    "block_size": st.sampled_from([16, 48, 64]),
+})
+
+
+@EXAMPLES
+@given(
+    shape=shapes, lengths=st.lists(st.integers(1, 330), min_size=1, max_size=4), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 9),
+    window=st.none() | st.integers(1, 300), q_norm=st.booleans(), data=st.data(),
+)
+def test_attention(
+    library: native.Library, shape: dict[str, int], lengths: list[int], dtype: torch.dtype, seed: int, window: int | None, q_norm: bool,
+    data: st.DataObject,
+) -> None:
+    """Rows of any length over any blocks, in any company, equal one pass over the whole in float64; the rest of the pool stays as it was."""
+    problem = Problem(shape, lengths, dtype, seed, q_norm)
+    done = [0] * len(lengths)
+    found: list[list[torch.Tensor]] = [[] for _ in lengths]
+    while done != lengths:
+        rows = []
+        for i in data.draw(st.permutations([i for i, n in enumerate(lengths) if done[i] < n])):
+            length = min(lengths[i] - done[i], data.draw(st.sampled_from([1, 2, 5, 40, 200])))
+            rows.append((i, done[i], length))
+            done[i] += length
+        for (i, *_), out in zip(rows, problem.step(library, rows, window), strict=True):
+            found[i].append(out)
+    for i in range(len(lengths)):
+        error = (torch.cat(found[i]).double() - problem.expected(i, window)).abs().max()
+        assert error < TOLERANCE[dtype] * (2 if q_norm else 1)
+    assert problem.pages[problem.free].isnan().all()
+
+
+@EXAMPLES
+@given(shape=shapes, length=st.integers(2, 12), start=st.integers(0, 600), dtype=st.sampled_from(DTYPES), window=st.none() | st.integers(1, 700))
+def test_a_verification_has_the_bits_of_plain_decoding(
+    library: native.Library, shape: dict[str, int], length: int, start: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """One row of several tokens, one token at a time, and both in the company of a prefill: not one bit differs."""
+    total = start + length
+    outs = []
+    for rows in ([(start, length)], [(start + i, 1) for i in range(length)]):
+        problem = Problem(shape, [total, 70], dtype, seed=1)
+        if start:
+            problem.step(library, [(0, 0, start)], window)
+        parts = [problem.step(library, [(1, 0, 70), (0, *row)] if i % 2 else [(0, *row)], window)[-1] for i, row in enumerate(rows)]
+        outs.append(torch.cat(parts))
+    assert torch.equal(*outs)
+
+
+def test_attention_refuses_what_it_was_not_planned_for(library: native.Library) -> None:
+    problem = Problem({"group": 2, "kv_heads": 2, "head_dim": 64, "block_size": 16}, [40], torch.float32, 0)
+    with pytest.raises(ValueError, match="needs 3 blocks of 16 tokens, its table has 2"):
+        NativePlan([(problem.tables[0][:2], 0, 40)], 16, library)
+    plan = NativePlan([(problem.tables[0], 0, 40)], 16, library)
+    plan.begin(torch.arange(40), problem.rope, torch.float32)
+    good, pages = problem.qkv[0], problem.pages
+    for qkv, bad_pages in (
+        (good[:39], pages), (good.to(torch.bfloat16), pages), (good, pages[..., :-64]), (good, pages[:1]), (good, pages.transpose(0, 1)),
+        (good[:, :-1].transpose(1, 2).contiguous().transpose(1, 2), pages), (good[..., ::2], pages),
+    ):
+        with pytest.raises(ValueError, match="plan is for|strides"):
+            plan.write(qkv, problem.layer, bad_pages)
+    out_of_pool = NativePlan([([9999, 0, 1], 0, 40)], 16, library)
+    out_of_pool.begin(torch.arange(40), problem.rope, torch.float32)
+    with pytest.raises(ValueError, match="blocks up to 9999 of"):
+        out_of_pool.write(good, problem.layer, pages)
+    for row in (([0, -1, 1], 0, 40), ([0], 0, 0), ([0], -1, 2)):
+        with pytest.raises(ValueError, match="rows need"):
+            NativePlan([row], 16, library)
+
+
+# ------------------------------------------------------------------------------------------------------- other kernels
+
+
+@EXAMPLES
+@given(
+    num_tokens=st.integers(1, 40), size_in=st.integers(1, 90).map(lambda n: 2 * n), size_out=st.integers(1, 5).map(lambda n: 64 * n),
+    bias=st.booleans(), kind=st.sampled_from(["plain", "residual", "gated"]), strided=st.booleans(), seed=st.integers(0, 99),
+)
+def test_linear(
+    library: native.Library, num_tokens: int, size_in: int, size_out: int, bias: bool, kind: str, strided: bool, seed: int
+) -> None:
+    if not library.linear_panel:
+        assert not ops.can_pack(library, torch.zeros(64, 64, dtype=torch.bfloat16))
+        return
+    random = torch.Generator().manual_seed(seed)
+    weight, x = (torch.randn(*size, generator=random).to(torch.bfloat16) for size in ((size_out, size_in), (num_tokens, 2 * size_in)))
+    x = x[:, :size_in] if strided else x[:, :size_in].contiguous()
+    added = torch.randn(size_out, generator=random).to(torch.bfloat16) if bias else None
+    residual = torch.randn(num_tokens, size_out, generator=random).to(torch.bfloat16) if kind == "residual" else None
+    expected = x.double() @ weight.double().T + (added.double() if added is not None else 0)
+    if kind == "gated":
+        gate, up = expected.chunk(2, -1)
+        expected = gate * gate.sigmoid() * up
+    if residual is not None:
+        expected = expected + residual.double()
+    found = ops.PackedLinear(library, weight, added, gated=kind == "gated")(x, residual)
+    assert ((found.double() - expected).abs() <= 0.005 * expected.abs() + 1e-3 * size_in**0.5).all()
+
+
+def test_a_row_of_a_product_does_not_depend_on_its_company(library: native.Library) -> None:
+    if not library.linear_panel:
+        pytest.skip("no packed product for this instruction set")
+    linear = ops.PackedLinear(library, torch.randn(192, 130).to(torch.bfloat16))
+    x = torch.randn(37, 130).to(torch.bfloat16)
+    whole = linear(x)
+    for begin, end in ((0, 1), (5, 10), (3, 16), (12, 37)):
+        assert torch.equal(linear(x[begin:end]), whole[begin:end])
+
+
+def test_linear_refuses_wrong_shapes(library: native.Library) -> None:
+    if not library.linear_panel:
+        pytest.skip("no packed product for this instruction set")
+    weight = torch.zeros(128, 64, dtype=torch.bfloat16)
+    for bad in (weight.float(), weight[:100], weight[:, :63], weight[:0]):
+        with pytest.raises(ValueError, match="cannot pack"):
+            ops.PackedLinear(library, bad)
+    with pytest.raises(ValueError, match="the bias must be"):
+        ops.PackedLinear(library, weight, torch.zeros(64, dtype=torch.bfloat16))
+    linear = ops.PackedLinear(library, weight)
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    for bad in (x.float(), x[:, :62], torch.zeros(64, 3, dtype=torch.bfloat16).T):
+        with pytest.raises(ValueError, match="x must be bfloat16"):
+            linear(bad)
+    for bad in (torch.zeros(3, 64, dtype=torch.bfloat16), torch.zeros(3, 128), torch.zeros(128, 3, dtype=torch.bfloat16).T):
+        with pytest.raises(ValueError, match="the residual must be"):
+            linear(x, bad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 16), (3, 576), (40, 1024)])
+def test_rms_norm(library: native.Library, dtype: torch.dtype, num_tokens: int, width: int) -> None:
+    x, weight = (torch.randn(num_tokens, width) * 3).to(dtype), torch.randn(width).to(dtype)
+    y = x.double()
+    expected = y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    error = (ops.rms_norm(library, x, weight, 1e-5).double() - expected).abs() / (1 + expected.abs())
+    assert error.max() < {torch.float32: 1e-6, torch.bfloat16: 0.004, torch.float16: 0.0006}[dtype]
+    for bad, wrong in ((x[:, :-1], weight[:-1]), (x, weight[:-1]), (x, weight.double()), (x.T.contiguous().T, weight)):
+        if bad.is_contiguous() and bad.shape[1:] == wrong.shape and bad.dtype == wrong.dtype and not width % 16 and bad.shape == x.shape:
+            continue
+        with pytest.raises(ValueError, match="rms_norm takes"):
+            ops.rms_norm(library, bad, wrong, 1e-5)
+
+
+@EXAMPLES
+@given(
+    num_rows=st.integers(0, 5), width=st.integers(1, 3000), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99),
+    special=st.sampled_from(["none", "ties", "nan", "-inf"]),
+)
+@example(num_rows=2, width=49152, dtype=torch.bfloat16, seed=0, special="ties")
+def test_argmax(library: native.Library, num_rows: int, width: int, dtype: torch.dtype, seed: int, special: str) -> None:
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, width + 3, generator=random).to(dtype)[:, :width]
+    if special == "ties":
+        logits = logits.round()
+    elif special == "-inf":
+        logits.fill_(-math.inf)
+    elif special == "nan":
+        logits[:, torch.randint(0, width, (2,), generator=random)] = math.nan
+    assert ops.argmax(library, logits).tolist() == logits.float().numpy().argmax(-1).tolist()
+    with pytest.raises(ValueError, match="argmax takes"):
+        ops.argmax(library, torch.zeros(4, 6)[:, ::2])
