@@ -14,16 +14,16 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 RUN_STAMP := $(VENV)/.headway-installed
 DEV_STAMP := $(VENV)/.headway-installed-dev
 
-.PHONY: help install dev serve test test-heavy lint clean
+.PHONY: help install dev serve test test-heavy test-portable test-sanitized lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "Also:           make install | lint | test-heavy | clean"
+	@echo "Also:           make install | lint | test-heavy | test-portable | test-sanitized | clean"
 
 # torch comes first and by itself: its exact version picks the build this machine's package index offers (CPU or CUDA). A torch
 # that is already importable stays; the second pip command replaces it only when it is out of the range in pyproject.toml.
-$(RUN_STAMP): pyproject.toml
+$(RUN_STAMP): pyproject.toml setup.py $(wildcard src/headway/native/*.[ch])
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install "$(TORCH)"
 	$(PIP) install -e .
@@ -45,6 +45,17 @@ test: dev
 
 test-heavy: dev
 	$(BIN)/python -m pytest -m "heavy and not gpu"
+
+# The same tests without compiled kernels: what a machine without a compiler runs.
+test-portable: dev
+	HEADWAY_NATIVE=0 $(BIN)/python -m pytest -m "not heavy and not gpu" tests/unit tests/conformance tests/integration/test_lossless.py
+
+# The compiled kernels under AddressSanitizer and UBSan; random shapes, lengths and page tables.
+SANITIZED := build/sanitized/headway/native
+test-sanitized: dev
+	HEADWAY_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-temp build/sanitized/temp --build-lib build/sanitized
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	HEADWAY_NATIVE=$(SANITIZED) $(BIN)/python -m pytest tests/unit/test_native.py
 
 lint: dev
 	$(BIN)/ruff check .

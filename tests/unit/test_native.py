@@ -41,19 +41,23 @@ def test_the_best_built_library_is_chosen() -> None:
     assert native.choose().library.threaded  # type: ignore[union-attr]
 
 
-def test_the_environment_turns_them_off() -> None:
+def chosen_with(value: str) -> str:
+    """What a process with this HEADWAY_NATIVE says of its choice."""
     code = "from headway import native; print(native.library(), native.choose().reason)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "HEADWAY_NATIVE": "0"}, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["None", "HEADWAY_NATIVE=0"]
+    environment = {**os.environ, "HEADWAY_NATIVE": value}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_environment_turns_them_off() -> None:
+    assert chosen_with("0").split() == ["None", "HEADWAY_NATIVE=0"]
 
 
 def test_a_broken_library_is_a_reason_not_a_crash(tmp_path: Path) -> None:
     for variant in native.VARIANTS:
         (tmp_path / f"_kernels_{variant}.so").write_bytes(b"not a library")
-    code = "from headway import native; print(native.library(), native.choose().reason)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "HEADWAY_NATIVE": str(tmp_path)}, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("None")
-    assert "cannot be loaded" in done.stdout
+    said = chosen_with(str(tmp_path))
+    assert said.startswith("None")
+    assert "cannot be loaded" in said
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -63,10 +67,10 @@ class Problem:
     """Sequences in blocks of a pool full of NaN, with their queries, keys and values."""
 
     def __init__(self, shape: dict[str, int], lengths: list[int], dtype: torch.dtype, seed: int, q_norm: bool = False) -> None:
-        self.__dict__.update(shape)
         self.shape, self.lengths, self.dtype = shape, lengths, dtype
         random = torch.Generator().manual_seed(seed)
-        heads, kv_heads, head_dim, block_size = shape["group"] * shape["kv_heads"], shape["kv_heads"], shape["head_dim"], shape["block_size"]
+        kv_heads, head_dim, block_size = shape["kv_heads"], shape["head_dim"], shape["block_size"]
+        heads = shape["group"] * kv_heads
         self.heads, self.kv_heads, self.head_dim, self.block_size = heads, kv_heads, head_dim, block_size
         self.qkv = [torch.randn(n, heads + 2 * kv_heads, head_dim, generator=random).to(dtype) for n in lengths]
         counts = [-(-n // block_size) for n in lengths]
@@ -129,7 +133,7 @@ def test_attention(
     library: native.Library, shape: dict[str, int], lengths: list[int], dtype: torch.dtype, seed: int, window: int | None, q_norm: bool,
     data: st.DataObject,
 ) -> None:
-    """Rows of any length over any blocks, in any company, equal one pass over the whole in float64; the rest of the pool stays as it was."""
+    """Rows of any length, in any company, equal one pass over the whole in float64; blocks not in a table stay as they were."""
     problem = Problem(shape, lengths, dtype, seed, q_norm)
     done = [0] * len(lengths)
     found: list[list[torch.Tensor]] = [[] for _ in lengths]
@@ -148,7 +152,10 @@ def test_attention(
 
 
 @EXAMPLES
-@given(shape=shapes, length=st.integers(2, 12), start=st.integers(0, 600), dtype=st.sampled_from(DTYPES), window=st.none() | st.integers(1, 700))
+@given(
+    shape=shapes, length=st.integers(2, 12), start=st.integers(0, 600), dtype=st.sampled_from(DTYPES),
+    window=st.none() | st.integers(1, 700),
+)
 def test_a_verification_has_the_bits_of_plain_decoding(
     library: native.Library, shape: dict[str, int], length: int, start: int, dtype: torch.dtype, window: int | None
 ) -> None:
@@ -175,7 +182,7 @@ def test_attention_refuses_what_it_was_not_planned_for(library: native.Library) 
         (good[:39], pages), (good.to(torch.bfloat16), pages), (good, pages[..., :-64]), (good, pages[:1]), (good, pages.transpose(0, 1)),
         (good[:, :-1].transpose(1, 2).contiguous().transpose(1, 2), pages), (good[..., ::2], pages),
     ):
-        with pytest.raises(ValueError, match="plan is for|strides"):
+        with pytest.raises(ValueError, match=r"plan is for|strides"):
             plan.write(qkv, problem.layer, bad_pages)
     out_of_pool = NativePlan([([9999, 0, 1], 0, 40)], 16, library)
     out_of_pool.begin(torch.arange(40), problem.rope, torch.float32)

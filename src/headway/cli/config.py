@@ -80,4 +80,14 @@ def _resolved(config: EngineConfig, settings: list[Setting]) -> list[Setting]:
             value, source = found[setting.name]
             setting = replace(setting, value=value, source=source)
         result.append(setting)
-    return [*result, Setting("model_directory", str(directory), "model")]
+    return [*result, Setting("native_kernels", *_kernels(device.type)), Setting("model_directory", str(directory), "model")]
+
+
+def _kernels(device_type: str) -> tuple[str, str]:
+    """Which compiled CPU kernels run, and why."""
+    from headway import native
+
+    chosen = native.choose()
+    if device_type != "cpu":
+        return "none", "they are for a CPU"
+    return chosen.library.variant if chosen.library else "none", chosen.reason
