@@ -110,7 +110,7 @@ class SpeculativeConfig:
     def _from_mapping(cls, given: dict[str, Any]) -> SpeculativeConfig:
         method, drafter_given = _split_method(given.pop("method", DEFAULT_METHOD))
         names = (method,) if isinstance(method, str) else method
-        drafter_types = {name: _option_types(plugins.load("drafter", name)) for name in names}
+        drafter_types = {name: _drafter_option_types(plugins.load("drafter", name)) for name in names}
         for name, options in drafter_given.items():
             for key in options:
                 if key not in drafter_types[name]:
@@ -134,7 +134,7 @@ class SpeculativeConfig:
         for key, value in given.items():
             if key not in accepted:
                 raise ConfigError(unknown_key(f"key in the speculative config of method {_quoted(names)}:", str(key), accepted))
-            if key in declared:
+            if key in declared and key not in own:
                 _give_option(declared[key], str(key), value, drafter_given)
         if given.get("model") is not None and not any(plugins.load("drafter", name).takes_model for name in names):
             raise ConfigError(f"method {_quoted(names)} has no draft model, so \"model\" cannot be given")
@@ -149,7 +149,9 @@ class SpeculativeConfig:
             policy_options={k: _checked(k, v, policy_options[k]) for k, v in policy_given.items()},
         )
         for name in names:
-            _options("drafter", name, config.drafter_options.get(name, {}))   # the ranges are checked now, not when the engine is built
+            _options("drafter", name, config.options_of(name))   # the ranges are checked now, not when the engine is built
+            if plugins.load("drafter", name).needs_model and config.model_of(name) is None:
+                raise ConfigError(f"method {name!r} needs \"model\": the network that drafts")
         _options("policy", policy, config.policy_options)
         return config
 
@@ -158,10 +160,19 @@ class SpeculativeConfig:
         """The drafters' names, in order of preference."""
         return (self.method,) if isinstance(self.method, str) else self.method
 
+    def model_of(self, name: str) -> str | None:
+        """The network of the drafter `name`: its own option, else the one `model` for all."""
+        model: str | None = self.drafter_options.get(name, {}).get("model", self.model)
+        return model
+
+    def options_of(self, name: str) -> dict[str, Any]:
+        """What was given for the fields of the drafter's `Options`."""
+        return {key: value for key, value in self.drafter_options.get(name, {}).items() if key != "model"}
+
     def build_drafter(self, name: str | None = None) -> Any:
         """One of `methods`, by default the first (a `drafters.drafter.Drafter`)."""
         name = name or self.methods[0]
-        return _build("drafter", name, self.drafter_options.get(name, {}))
+        return _build("drafter", name, self.options_of(name))
 
     def build_policy(self) -> Any:
         """The policy this config names (a `control.policy.Policy`)."""
@@ -263,6 +274,11 @@ def _field_types(cls: type[Any]) -> dict[str, Any]:
 
 def _option_types(cls: type[Any]) -> dict[str, Any]:
     return _field_types(cls.Options) if hasattr(cls, "Options") else {}
+
+
+def _drafter_option_types(cls: type[Any]) -> dict[str, Any]:
+    """A drafter with a network may be given its own "model" beside its options."""
+    return _option_types(cls) | ({"model": str | None} if cls.takes_model else {})
 
 
 def _options(kind: str, name: str, given: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from headway import plugins
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 from headway.types import OutputDelta, Request, SamplingParams
+from tests.drafter_models import drafter_config
 from tests.tiny import tiny_model_dir
 
 # Policies whose options have no default.
@@ -33,14 +35,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=plugins.names("drafter"))
-def drafter(request: pytest.FixtureRequest) -> str:
-    return request.param
+def drafter(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return drafter_config(request.param, tmp_path_factory.mktemp(request.param), model_dir)
 
 
 @pytest.fixture(scope="module", params=plugins.names("policy"))
-def engine(request: pytest.FixtureRequest, drafter: str, model_dir: Path) -> Engine:
+def engine(request: pytest.FixtureRequest, drafter: dict[str, Any], model_dir: Path) -> Engine:
     policy = {"name": request.param, **REQUIRED.get(request.param, {})}
-    return build(model_dir, SpeculativeConfig.parse({"method": drafter, "num_speculative_tokens": 4, "policy": policy}))
+    return build(model_dir, SpeculativeConfig.parse({**drafter, "num_speculative_tokens": 4, "policy": policy}))
 
 
 def build(model_dir: Path, speculative: SpeculativeConfig | None) -> Engine:

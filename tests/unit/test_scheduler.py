@@ -45,10 +45,10 @@ def run_step(scheduler: Scheduler, choose: random.Random, k: int, *, eos_odds: f
         drafts.append(Draft([choose.randint(0, 5) for _ in range(num_drafts)]) if num_drafts else None)
     assert plan.num_tokens <= scheduler.token_budget
     assert sum(row.k for row in plan.rows) <= scheduler.token_budget
-    scheduler.reserve(plan.rows, drafts)
-    for row, draft in zip(plan.rows, drafts, strict=True):
+    scheduler.reserve(plan.rows)
+    for row in plan.rows:
         covered = len(row.seq.block_table) * scheduler.pool.block_size
-        assert covered >= row.start + row.length + (len(draft) if draft else 0), "a token without a slot"
+        assert covered >= row.start + row.length + row.k, "a token without a slot"
     for row, draft in zip(plan.rows, drafts, strict=True):
         verdict = None
         if row.samples:
@@ -195,10 +195,24 @@ def test_rejected_drafts_give_their_blocks_back() -> None:
     scheduler.add(seq)
     run_step(scheduler, random.Random(0), k=0)
     plan = scheduler.schedule({0: Choice("ngram", 8)})
-    scheduler.reserve(plan.rows, [Draft([1] * 8)])
+    scheduler.reserve(plan.rows)
     assert len(seq.block_table) == 3
     scheduler.commit(plan.rows[0], Verdict([1, 1, 5], 2))
     assert (seq.num_computed, seq.num_tokens, len(seq.block_table)) == (6, 7, 2)
+    scheduler.check()
+
+
+def test_lent_blocks_come_back_and_are_never_taken_from_anyone() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_k=8)
+    seq = make_sequence(0, [1, 2, 3], max_tokens=20)
+    scheduler.add(seq)
+    run_step(scheduler, random.Random(0), k=0)
+    plan = scheduler.schedule({})
+    scheduler.lend(seq, 100)
+    assert (len(seq.block_table), scheduler.pool.num_free) == (4, 0)
+    scheduler.lend(seq, 100)
+    scheduler.commit(plan.rows[0], Verdict([5], 0))
+    assert (len(seq.block_table), scheduler.pool.num_free) == (1, 3)
     scheduler.check()
 
 

@@ -56,6 +56,7 @@ def _resolved(config: EngineConfig, settings: list[Setting]) -> list[Setting]:
     """The settings with what the model and the machine decide filled in. Raises ModelError, ConfigError."""
     import torch
 
+    from headway.engine.drafting import bind_drafters
     from headway.engine.memory import plan_memory
     from headway.models import hub, loader
     from headway.models.config import ModelConfig
@@ -64,8 +65,10 @@ def _resolved(config: EngineConfig, settings: list[Setting]) -> list[Setting]:
     shape = ModelConfig.from_directory(directory)
     device = loader.pick_device(config.device)
     dtype = loader.pick_dtype(config.dtype, device)
-    # Sizing the pool takes these three of a Decoder and no weights.
-    memory = plan_memory(config, cast("Decoder", SimpleNamespace(config=shape, dtype=dtype, device=device)))
+    # Sizing the pool takes these of a Decoder and no weights.
+    model = cast("Decoder", SimpleNamespace(config=shape, directory=directory, dtype=dtype, device=device))
+    _, drafters = bind_drafters(config.speculative, config, model)
+    memory = plan_memory(config, model, drafters)
     threads = config.num_threads or torch.get_num_threads()
     found: dict[str, tuple[Any, str]] = {
         "dtype": (str(dtype).removeprefix("torch."), "machine"),
@@ -80,7 +83,12 @@ def _resolved(config: EngineConfig, settings: list[Setting]) -> list[Setting]:
             value, source = found[setting.name]
             setting = replace(setting, value=value, source=source)
         result.append(setting)
-    return [*result, Setting("native_kernels", *_kernels(device.type)), Setting("model_directory", str(directory), "model")]
+    result += [Setting("native_kernels", *_kernels(device.type)), Setting("model_directory", str(directory), "model")]
+    shares = {"target.kv_cache_bytes": memory.target_kv_bytes}
+    for name, taken in drafters.items():
+        if taken.weight_bytes or taken.kv_bytes_per_block:
+            shares |= {f"{name}.kv_cache_bytes": memory.drafter_kv_bytes[name], f"{name}.weight_bytes": taken.weight_bytes}
+    return result + [Setting(f"memory.{name}", value, "machine") for name, value in shares.items()] if len(shares) > 1 else result
 
 
 def _kernels(device_type: str) -> tuple[str, str]:

@@ -122,7 +122,7 @@ def _speculation_settings(config: SpeculativeConfig, given: Mapping[str, Any], s
             source = f"implied by {implied_policy}"
         settings.append(Setting(f"speculative.{field.name}", getattr(config, field.name), source))
     several = len(config.methods) > 1
-    plugged = [("method", name, config.drafter_options.get(name, {})) for name in config.methods]
+    plugged = [("method", name, config.options_of(name)) for name in config.methods]
     for kind, name, options in (*plugged, ("policy", config.policy, config.policy_options)):
         cls = plugins.load("drafter" if kind == "method" else "policy", name)
         defaults = dataclasses.asdict(cls.Options(**options)) if hasattr(cls, "Options") else {}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,28 +17,41 @@ from numpy.typing import NDArray
 from headway.control.policy import Policy
 from headway.types import Draft
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from headway.models.attention import KVCache
+    from headway.models.config import ModelConfig
+    from headway.models.decoder import Decoder
+
 Keep = Callable[[Sequence[int], int, NDArray[np.float64]], NDArray[np.bool_]]
 """`Policy.keep`: (seq_ids, position, confidence [n]) -> which go on drafting at that position."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """One sequence that is to be continued by at most `k` >= 1 tokens. `token_ids` is the live history: do not change it."""
+    """One sequence that is to be continued by at most `k` >= 1 tokens. `token_ids` is the live history: do not change it.
+
+    block_table  the sequence's blocks in the target's K/V cache, live: room for the history and, unless blocks ran out, k drafts
+    """
 
     seq_id: int
     token_ids: list[int]
     num_prompt_tokens: int
     k: int
     greedy: bool
+    block_table: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
     """What a step added to one sequence: the drafter's chance to bring its own state to the same length.
 
-    start   position of the first token whose K/V the step added (a prefix-cache hit is skipped: it begins behind it)
-    hidden  the target's hidden states that `hidden_layers` declared, one tensor [num_new_computed, hidden] per layer,
-            for the positions from `start` whose K/V the step added and kept; None when nothing was declared
+    hidden       the target's hidden states that `hidden_layers` declared, in that order, one tensor [num_new_computed, hidden] per
+                 layer, for the positions from `start` on whose K/V the step added and kept; None when nothing was declared
+    start        position of the first token whose K/V the step added (a prefix-cache hit is skipped: it begins behind it)
+    block_table  as in DraftRequest, but of the computed positions only; empty when the sequence finished
     """
 
     seq_id: int
@@ -47,21 +61,89 @@ class Committed:
     num_accepted: int            # of which accepted drafts
     start: int = 0
     hidden: tuple[Any, ...] | None = None
+    block_table: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter will work for, known before any of its weights is loaded.
+
+    target      the target's dimensions
+    directory   where the target came from: its tokenizer, and speculators that ship with it
+    model       what the speculative config names as the drafter's network; None: nothing
+    progress    whether downloads may show themselves
+    """
+
+    target: ModelConfig
+    directory: Path
+    model: str | None
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+    max_num_seqs: int
+    num_speculative_tokens: int
+    progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterMemory:
+    """What a drafter takes: its weights, and K/V beside each block of the target's."""
+
+    weight_bytes: int = 0
+    kv_bytes_per_block: int = 0
+
+
+class DraftSampler(Protocol):
+    """Logits of a draft network -> tokens, by the request's own parameters (penalties, bans, temperature, top_p, ...), so that the
+    draft distribution is shaped as the target's will be.
+
+    logits   [n, vocab of the target], row i after `drafted[i]`, the tokens drafted for `requests[i]` so far
+    """
+
+    def likely(self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]]) -> list[int]:
+        """The most likely tokens: a function of the prefix."""
+
+    def sampled(self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]]) -> tuple[list[int], Tensor]:
+        """For requests that are not greedy: tokens drawn with their sequences' own numbers, and the distributions f32 [n, vocab]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The loaded target, for drafters that own or share a network.
+
+    cache        its K/V; position p of a sequence is in block `block_table[p // block_size]`, slot `p % block_size`
+    generations  per block of the cache, how often it was given out: while the number stays, the block holds the same tokens
+    """
+
+    model: Decoder
+    cache: KVCache
+    generations: Sequence[int]
+    max_model_len: int
+    sampler: DraftSampler
 
 
 class Drafter(ABC):
-    """Proposes draft tokens. Lifecycle per sequence: propose / commit in any order and number, then `stop`.
+    """Proposes draft tokens. Lifecycle: `bind` and `load` once; per sequence propose / commit in any order and number, then `stop`.
 
     A drafter must tolerate gaps: a sequence that was not asked for some steps (k = 0) is caught up from `token_ids` when it is
     asked again. `start` is not needed: state is made lazily from the history, so preemption and prefix hits need no case of
-    their own.
+    their own. A drafter that works on token ids alone implements `propose` and, if it wants to, `commit` and `stop`.
     """
 
     name: ClassVar[str] = ""
-    hidden_layers: ClassVar[tuple[int, ...]] = ()   # target layers whose hidden states `commit` wants; -1: after the final norm
-    own_kv: ClassVar[bool] = False                  # keeps K/V of its own, to be accounted in the KV budget
-    takes_model: ClassVar[bool] = False             # `SpeculativeConfig.model` names its network
-    deterministic: ClassVar[bool] = True            # drafts are a function of the prefix (Draft.probs is None)
+    takes_model: ClassVar[bool] = False             # `SpeculativeConfig.model` may name its network
+    needs_model: ClassVar[bool] = False             # and must
+    hidden_layers: tuple[int, ...] = ()             # target layers whose hidden states `commit` wants; -1: after the final norm
+    deterministic: bool = True                      # drafts are a function of the prefix (Draft.probs is None)
+
+    def bind(self, context: DrafterContext) -> DrafterMemory:
+        """What it will work for: reads configurations, no weights, and settles `hidden_layers`. Raises ConfigError or ModelError when
+        it cannot work for this target."""
+        return DrafterMemory()
+
+    def load(self, target: Target) -> None:
+        """The memory is planned and the target is there: loads weights, allocates K/V."""
+        return
 
     @abstractmethod
     def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:

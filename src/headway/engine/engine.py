@@ -14,13 +14,17 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from headway import __version__
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.costs import CostModel
 from headway.control.policy import BatchView, DrafterView, DraftView, Policy, Setup
 from headway.control.trace import TraceWriter
-from headway.drafters.drafter import Committed, Drafter, DraftRequest, keep_all
+from headway.drafters.drafter import Committed, DraftRequest, Target, keep_all
 from headway.engine import admission, prompt_logprobs
+from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
 from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
 from headway.engine.metrics import EngineMetrics
@@ -66,11 +70,9 @@ class Engine:
         self.config = config
         self.model = load_model(config.model, dtype=config.dtype, device=config.device, progress=progress)
         self.tokenizer = Tokenizer(self.model.directory)
-        memory = plan_memory(config, self.model)
-        self.max_model_len = memory.max_model_len
-        self.runner = Runner(self.model, memory.num_blocks, config.block_size)
         self.requests: dict[str, list[Sequence]] = {}
-        self.speculate(config.speculative)
+        self._sequences: dict[int, Sequence] = {}   # live, by seq_id
+        self.speculate(config.speculative, progress=progress)
         self.metrics = EngineMetrics()
         self.trace = TraceWriter(config.trace, self._trace_header()) if config.trace else None
         self._texts: dict[int, TextOutput] = {}
@@ -78,21 +80,22 @@ class Engine:
         self._seq_ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
-    def speculate(self, speculative: SpeculativeConfig | None) -> None:
-        """Starts afresh with this way to speculate: new drafters, policy, scheduler and an empty prefix cache around the loaded model.
+    def speculate(self, speculative: SpeculativeConfig | None, *, progress: bool = False) -> None:
+        """Starts afresh with this way to speculate: new drafters, policy, scheduler and an empty K/V cache around the loaded model.
 
         Only for an engine without work: a sweep changes the configuration this way without loading the model again.
         """
         assert not self.requests, "the way to speculate can only change while nothing runs"
-        config, num_blocks = self.config, self.runner.cache.num_blocks
-        self.drafters: dict[str, Drafter] = {}
-        self.policy: Policy | None = None
-        if speculative is not None:
-            self.drafters = {name: speculative.build_drafter(name) for name in speculative.methods}
-            self.policy = speculative.build_policy()
-        self.runner.hidden_layers = self._hidden_layers()
+        config = self.config
+        self._unload()
+        self.drafters, drafter_memory = bind_drafters(speculative, config, self.model, progress)
+        self.memory = plan_memory(config, self.model, drafter_memory)
+        self.max_model_len = self.memory.max_model_len
+        self.runner = Runner(self.model, self.memory.num_blocks, config.block_size, hidden_layers_of(self.drafters))
+        self.policy: Policy | None = speculative.build_policy() if speculative else None
+        pool = BlockPool(self.memory.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
-            BlockPool(num_blocks, config.block_size, config.enable_prefix_caching),
+            pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -100,6 +103,9 @@ class Engine:
             max_k=speculative.num_speculative_tokens if speculative else 0,
         )
         self.verifier = Verifier(speculative, self.model.config.vocab_size, self.model.device)
+        sampler = SequenceSampler(self.verifier.sampler, self._sequences)
+        for drafter in self.drafters.values():
+            drafter.load(Target(self.model, self.runner.cache, pool.generations, self.max_model_len, sampler))
         self._shadows = Shadows()
         self._observe_s = 0.0   # the policy's time after the step before
         if self.policy:
@@ -120,6 +126,7 @@ class Engine:
             self._prompt_logprobs[request.request_id] = prompt_logprobs.Collector(request)
         for seq in sequences:
             self._texts[seq.seq_id] = TextOutput(self.tokenizer, seq)
+            self._sequences[seq.seq_id] = seq
             self.scheduler.add(seq)
         self.metrics.observe_request(request)
         self._observe_load()
@@ -155,9 +162,9 @@ class Engine:
         if not plan.rows:
             return []
         clock.scheduled = time.perf_counter()
+        self.scheduler.reserve(plan.rows)
         proposed, drafting = self._propose(plan.rows, shadow_wishes)
         drafts = self._select(plan.rows, proposed, view, clock)
-        self.scheduler.reserve(plan.rows, drafts)
         clock.drafted = time.perf_counter()
         out = self.runner.forward(plan.rows, drafts)
         verdicts = self._verify(out, plan.rows, drafts)
@@ -204,6 +211,8 @@ class Engine:
                 drafts[i] = draft.truncated(request.k) if draft.tokens else None
             unseen = sum(self._shadows.catch_up(name, request.seq_id, len(request.token_ids)) for request in requests)
             if shadowed:
+                for seq, k in shadowed:
+                    self.scheduler.lend(seq, k)
                 requests = [_draft_request(seq, k) for seq, k in shadowed]
                 unseen += sum(self._shadows.catch_up(name, request.seq_id, len(request.token_ids)) for request in requests)
                 made = drafter.propose(requests, keep_all)
@@ -255,7 +264,7 @@ class Engine:
         self, out: ForwardOutput, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None], verdicts: SequenceOf[Verdict | None]
     ) -> list[OutputDelta]:
         deltas = []
-        committed: list[Committed] = []
+        kept: list[tuple[Row, int, int, int]] = []   # (row, new tokens, accepted drafts among them, offset in the pass)
         finished: list[Sequence] = []
         for row, draft, verdict, offset in zip(rows, drafts, verdicts, out.offsets, strict=True):
             seq = row.seq
@@ -271,11 +280,11 @@ class Engine:
                     finished.append(seq)
             if self.drafters:
                 num_accepted = max(0, min(verdict.num_accepted, num_new - 1)) if verdict else 0
-                hidden = tuple(layer[offset : offset + row.length + num_accepted] for layer in out.layers) or None
                 self._shadows.compare(seq, verdict)
-                committed.append(Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, num_accepted, row.start, hidden))
+                kept.append((row, num_new, num_accepted, offset))
         for drafter in self.drafters.values():
-            drafter.commit(committed)
+            layers = [out.layers[self.runner.hidden_layers.index(layer)] for layer in drafter.hidden_layers]
+            drafter.commit([_committed(*what, layers) for what in kept])
         for seq in finished:
             self._forget(seq)
         return deltas
@@ -374,11 +383,16 @@ class Engine:
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
         }
 
-    def _hidden_layers(self) -> tuple[int, ...]:
-        return next((drafter.hidden_layers for drafter in self.drafters.values() if drafter.hidden_layers), ())
+    def _unload(self) -> None:
+        """Gives back what `speculate` is about to plan anew."""
+        self.drafters = {}
+        if hasattr(self, "runner"):
+            del self.runner
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _forget(self, seq: Sequence) -> None:
-        del self._texts[seq.seq_id]
+        del self._texts[seq.seq_id], self._sequences[seq.seq_id]
         for drafter in self.drafters.values():
             drafter.stop(seq.seq_id)
         self._shadows.stop(seq.seq_id)
@@ -394,4 +408,10 @@ class Engine:
 
 
 def _draft_request(seq: Sequence, k: int) -> DraftRequest:
-    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy)
+    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table)
+
+
+def _committed(row: Row, num_new: int, num_accepted: int, offset: int, layers: SequenceOf[Tensor]) -> Committed:
+    seq = row.seq
+    hidden = tuple(layer[offset : offset + row.length + num_accepted] for layer in layers) or None
+    return Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, num_accepted, row.start, hidden, seq.block_table)

@@ -34,6 +34,7 @@ class BlockPool:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.generations = [0] * num_blocks   # how often `allocate` gave each block out
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_of_hash: dict[bytes, int] = {}
@@ -59,6 +60,7 @@ class BlockPool:
             block, _ = self._free.popitem(last=False)
             self._forget(block)
             self._ref_counts[block] = 1
+            self.generations[block] += 1
             blocks.append(block)
         return blocks
 

@@ -1,14 +1,16 @@
-"""How many K/V blocks, and how long a sequence may grow."""
+"""How many K/V blocks, how long a sequence may grow, and what drafters take of the same budget."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from headway.config import EngineConfig
+from headway.drafters.drafter import DrafterMemory
 from headway.errors import ConfigError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
@@ -22,23 +24,49 @@ _GPU_RESERVE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
+    """`kv_cache_bytes` is all of it; `drafter_kv_bytes` is what each drafter keeps beside the target's blocks."""
+
     num_blocks: int
     max_model_len: int
     kv_cache_bytes: int
+    drafter_kv_bytes: Mapping[str, int]
+    drafter_weight_bytes: Mapping[str, int]
+
+    @property
+    def target_kv_bytes(self) -> int:
+        return self.kv_cache_bytes - sum(self.drafter_kv_bytes.values())
+
+    def __str__(self) -> str:
+        takes = "".join(
+            f"; {name} takes {_size(self.drafter_kv_bytes[name])} of K/V and {_size(weights)} of weights"
+            for name, weights in self.drafter_weight_bytes.items()
+            if weights or self.drafter_kv_bytes[name]
+        )
+        return f"K/V cache: {self.num_blocks} blocks, {_size(self.target_kv_bytes)} for the target{takes}"
 
 
-def plan_memory(config: EngineConfig, model: Decoder) -> MemoryPlan:
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def plan_memory(config: EngineConfig, model: Decoder, drafters: Mapping[str, DrafterMemory] | None = None) -> MemoryPlan:
     """Sizes the pool from free memory or the flag; one sequence of `max_model_len` tokens always fits.
+
+    A drafter's K/V is laid out beside the target's, block for block, so a budget buys fewer blocks when drafters keep K/V. Their
+    weights are loaded after this: they come out of free memory first.
 
     Raises ConfigError when not even a short sequence would fit, or when the asked-for context does not.
     """
-    per_block = KVCache.bytes_per_block(model.config, config.block_size, model.dtype)
+    drafters = drafters or {}
+    extra = {name: memory.kv_bytes_per_block for name, memory in drafters.items()}
+    weights = {name: memory.weight_bytes for name, memory in drafters.items()}
+    per_block = KVCache.bytes_per_block(model.config, config.block_size, model.dtype) + sum(extra.values())
     longest = config.max_model_len or model.config.max_position
     if longest > model.config.max_position:
         raise ConfigError(f"max_model_len {longest} is more than the model's context of {model.config.max_position} tokens")
     most_useful = config.max_num_seqs * -(-longest // config.block_size)
     asked = config.kv_cache_memory_bytes
-    num_bytes = asked if asked is not None else min(_default_bytes(config, model.device), most_useful * per_block)
+    num_bytes = asked if asked is not None else min(_default_bytes(config, model.device, sum(weights.values())), most_useful * per_block)
     num_blocks = num_bytes // per_block
     if num_blocks < 2:
         raise ConfigError(
@@ -51,14 +79,14 @@ def plan_memory(config: EngineConfig, model: Decoder) -> MemoryPlan:
                 "lower max_model_len or raise kv_cache_memory_bytes"
             )
         longest = num_blocks * config.block_size
-    return MemoryPlan(num_blocks, longest, num_blocks * per_block)
+    return MemoryPlan(num_blocks, longest, num_blocks * per_block, {name: num_blocks * size for name, size in extra.items()}, weights)
 
 
-def _default_bytes(config: EngineConfig, device: torch.device) -> int:
+def _default_bytes(config: EngineConfig, device: torch.device, to_be_loaded: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - total * (1.0 - config.gpu_memory_utilization)) - _GPU_RESERVE_BYTES)
-    return min(int(_available_cpu_bytes() * _CPU_SHARE), _CPU_LIMIT_BYTES)
+        return max(0, int(free - total * (1.0 - config.gpu_memory_utilization)) - _GPU_RESERVE_BYTES - to_be_loaded)
+    return min(max(0, int((_available_cpu_bytes() - to_be_loaded) * _CPU_SHARE)), _CPU_LIMIT_BYTES)
 
 
 def _available_cpu_bytes() -> int:

@@ -30,13 +30,15 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """What a random number decides. BLOCK is the first of a family: BLOCK + j decides draft j of the block that starts at a position."""
+    """What a random number decides. BLOCK and DRAFT begin families: BLOCK + j judges draft j of the block that starts at a position,
+    DRAFT + j draws it."""
 
     TOKEN = 0
     ACCEPT = 1
     RESIDUAL = 2
     SYNTHETIC = 3
     BLOCK = 16
+    DRAFT = 1 << 16
 
 
 def uniforms(seeds: SequenceOf[int], positions: ArrayLike, purposes: ArrayLike) -> NDArray[np.float64]:
@@ -134,6 +136,14 @@ class Sampler:
             for block in self._blocks(group):
                 uniform = token_uniforms([position for _, position in block])
                 _fill(tokens, [i for i, _ in block], draw(self._weights(logits, block), uniform))
+        return tokens
+
+    def likely(self, logits: Tensor, positions: SequenceOf[Position]) -> list[int]:
+        """The argmax at each position, row i of `logits` [n, vocab], after what can change it (bans, biases, penalties)."""
+        tokens: list[int] = argmax(logits).tolist()
+        edited = [(row, position) for row, position in enumerate(positions) if is_edited(position.seq)]
+        for block in self._blocks(edited):
+            _fill(tokens, [row for row, _ in block], argmax(self._processed(logits, block)).tolist())
         return tokens
 
     def probabilities(self, logits: Tensor, rows: SequenceOf[Target]) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 
 from headway.control.policy import BatchView, SequenceView
 from headway.engine.kv_cache import BlockPool
-from headway.types import NO_DRAFT, Choice, Draft, Row, Sequence, Status, StepPlan, Verdict
+from headway.types import NO_DRAFT, Choice, Row, Sequence, Status, StepPlan, Verdict
 
 
 def _urgency(seq: Sequence) -> tuple[int, float, int]:
@@ -105,11 +105,17 @@ class Scheduler:
         self._grant_drafts(rows, wishes)
         return StepPlan(list(rows.values()), len(self.waiting), preempted)
 
-    def reserve(self, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None]) -> None:
-        """Blocks for the drafts that will be verified. `schedule` promised them, so they are there."""
-        for row, draft in zip(rows, drafts, strict=True):
-            if draft is not None:
-                self._extend(row.seq, row.start + row.length + len(draft))
+    def reserve(self, rows: SequenceOf[Row]) -> None:
+        """Blocks for the drafts to come. `schedule` promised them, so they are there; `commit` takes back what was not accepted."""
+        for row in rows:
+            if row.k > 0:
+                self._extend(row.seq, row.start + row.length + row.k)
+
+    def lend(self, seq: Sequence, num_drafts: int) -> None:
+        """Blocks for drafts of a decoding sequence that nobody will verify, as far as any are free; `commit` takes them back."""
+        missing = self.pool.blocks_for(seq.num_tokens + num_drafts) - len(seq.block_table)
+        if missing > 0:
+            seq.block_table.extend(self.pool.allocate(min(missing, self.pool.num_free)))
 
     # -- committing -----------------------------------------------------------------------------------------------
 

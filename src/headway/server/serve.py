@@ -35,6 +35,8 @@ def serve(engine_config: EngineConfig, options: ServerOptions, *, progress: bool
     # to be woken.
     with ThreadPoolExecutor(1) as loader:
         engine = loader.submit(Engine, engine_config, progress=progress).result()
+    if progress:
+        print(engine.memory, file=sys.stderr)
     gc.collect()
     gc.freeze()   # what is loaded stays: later collections need not walk it
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -1,0 +1,81 @@
+"""What the engine gives its drafters: a place in the memory plan, and the target's own way to choose tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+import torch
+from torch import Tensor
+
+from headway.config import EngineConfig, SpeculativeConfig
+from headway.drafters.drafter import Drafter, DrafterContext, DrafterMemory, DraftRequest
+from headway.engine.logits import Position
+from headway.engine.sampler import Purpose, Sampler, draw, uniforms
+from headway.models.decoder import Decoder
+from headway.types import Sequence
+
+
+def bind_drafters(
+    speculative: SpeculativeConfig | None, config: EngineConfig, model: Decoder, progress: bool = False
+) -> tuple[dict[str, Drafter], dict[str, DrafterMemory]]:
+    """The drafters a config names, bound to this target, and what each takes. `model` may lack its weights.
+
+    Raises ConfigError or ModelError when a drafter cannot work for this target.
+    """
+    drafters: dict[str, Drafter] = {}
+    memory: dict[str, DrafterMemory] = {}
+    for name in speculative.methods if speculative else ():
+        assert speculative is not None
+        drafters[name] = speculative.build_drafter(name)
+        memory[name] = drafters[name].bind(DrafterContext(
+            target=model.config,
+            directory=model.directory,
+            model=speculative.model_of(name),
+            dtype=model.dtype,
+            device=model.device,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            num_speculative_tokens=speculative.num_speculative_tokens,
+            progress=progress,
+        ))  # fmt: skip
+    return drafters, memory
+
+
+def hidden_layers_of(drafters: Mapping[str, Drafter]) -> tuple[int, ...]:
+    """What the target must keep for all of them together."""
+    return tuple(sorted({layer for drafter in drafters.values() for layer in drafter.hidden_layers}))
+
+
+class SequenceSampler:
+    """The `DraftSampler` of an engine: finds each request's sequence by its id.
+
+    The numbers that draw a draft are keyed by where its block starts, as those of block verification are (`verify.py`): a block that
+    was judged as a whole says something about every number it used, so the next block must not use them again.
+    """
+
+    def __init__(self, sampler: Sampler, sequences: Mapping[int, Sequence]) -> None:
+        self._sampler = sampler
+        self._sequences = sequences
+
+    @torch.inference_mode()
+    def likely(self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]]) -> list[int]:
+        return self._sampler.likely(logits, self._positions(requests, drafted))
+
+    @torch.inference_mode()
+    def sampled(self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]]) -> tuple[list[int], Tensor]:
+        positions = self._positions(requests, drafted)
+        starts = [len(position.seq.token_ids) for position in positions]
+        uniform = uniforms([p.seq.seed for p in positions], starts, [Purpose.DRAFT + p.depth for p in positions])
+        probs = torch.empty(len(positions), self._sampler.vocab_size, device=logits.device)
+        tokens: list[int] = []
+        rows = list(enumerate(positions))
+        for begin in range(0, len(rows), self._sampler.block_rows):
+            block = rows[begin : begin + self._sampler.block_rows]
+            weights = self._sampler.probabilities(logits, block)
+            tokens += draw(weights, uniform[begin : begin + len(block)])
+            probs[begin : begin + len(block)] = weights[:, : self._sampler.vocab_size]
+        return tokens, probs
+
+    def _positions(self, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]]) -> list[Position]:
+        return [Position(self._sequences[request.seq_id], tokens, len(tokens)) for request, tokens in zip(requests, drafted, strict=True)]
