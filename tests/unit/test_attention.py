@@ -230,3 +230,24 @@ def test_pages_as_a_ragged_kernel_sees_them(window: int | None) -> None:
 
     found = attention_cuda.run(literal, q, pages, attention_cuda.Ragged.make(rows, 16, "cpu"), window)
     assert torch.allclose(found, attention_tiles._attend_alone(q, pages, rows, window), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_stack_has_the_bits_of_its_kernels(tmp_path: Path, family: str, backend: str) -> None:
+    """All layers in one call, or one kernel after the other from Python; stopped at a layer, or not."""
+    if backend != "native" or not native.library().linear_panel:  # type: ignore[union-attr]
+        pytest.skip("no packed products")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    window = {"sliding_window": 20} if family == "mistral" else {}
+    model = load_model(str(tiny_model_dir(tmp_path, family, num_hidden_layers=3, **sizes, **window)), dtype="bfloat16", device="cpu")
+    assert model.stack is not None
+    found = []
+    for stack in (model.stack, None):
+        model.stack = stack
+        paged = Paged(model, random_sequences([60, 33]), 16)
+        paged.step({0: 50, 1: 30})
+        paged.step({1: 3, 0: 1})
+        ids, positions = torch.arange(9), torch.arange(51, 60)
+        hidden, layers = model.forward(ids, positions, paged.cache.plan([(paged.tables[0], 51, 9)]), paged.cache, (0, 2, -1))
+        found.append([*(torch.cat(parts) for parts in paged.logits), hidden, *layers])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

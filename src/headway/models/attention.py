@@ -14,6 +14,7 @@ The layout of the pages belongs to whoever attends.
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -62,6 +63,7 @@ class KVCache:
         self.block_size = block_size
         self._backend = attention_native if attention_native.fits(config, block_size, dtype, device) else attention_tiles
         self.layers: list[Tensor] = self._backend.make_pages(config, num_blocks, block_size, dtype, device)
+        self.pointers = (ctypes.c_void_p * len(self.layers))(*(pages.data_ptr() for pages in self.layers))
 
     @property
     def backend(self) -> str:

@@ -88,7 +88,7 @@ class NativePlan(AttentionPlan):
         self.cos, self.sin = rope.angles(positions)
 
     def write(self, qkv: Tensor, layer: Layer, pages: Tensor) -> None:
-        _, rotate = self._arguments(qkv, pages)
+        _, rotate = self.arguments(qkv, pages)
         rotate.qkv, rotate.pages = qkv.data_ptr(), pages.data_ptr()
         if layer.q_norm is not None and layer.k_norm is not None:
             rotate.q_norm, rotate.k_norm = layer.q_norm.weight.data_ptr(), layer.k_norm.weight.data_ptr()
@@ -96,14 +96,14 @@ class NativePlan(AttentionPlan):
         self.library.function("rotate", qkv.dtype)(ctypes.byref(rotate))
 
     def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
-        attention, _ = self._arguments(qkv, pages)
+        attention, _ = self.arguments(qkv, pages)
         out = qkv.new_empty(self.num_tokens, attention.heads * attention.head_dim)
         attention.q, attention.out, attention.pages = qkv.data_ptr(), out.data_ptr(), pages.data_ptr()
         attention.window = layer.window or 0
         self.library.function("attention", qkv.dtype)(ctypes.byref(attention))
         return out
 
-    def _arguments(self, qkv: Tensor, pages: Tensor) -> tuple[AttentionArgs, RotateArgs]:
+    def arguments(self, qkv: Tensor, pages: Tensor) -> tuple[AttentionArgs, RotateArgs]:
         """Checked and made on the first layer; the other layers of the pass have the same shapes (checked as well)."""
         num_tokens, all_heads, head_dim = qkv.shape
         num_blocks, kv_heads, _, page = pages.shape

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.models.attention import AttentionPlan, KVCache
+from headway.models.attention_native import NativePlan
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer, Linear, RMSNorm
 from headway.models.rope import Rope, inverse_frequencies
+from headway.models.stack_native import NativeStack
 
 __all__ = ["Decoder", "ModelConfig"]
 
@@ -39,6 +41,7 @@ class Decoder:
         self.device = embedding.device
         inv_freq, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position)
         self.rope = Rope(inv_freq.to(self.device), factor)
+        self.stack = NativeStack.make(layers, config.head_dim) if self.dtype == torch.bfloat16 and self.device.type == "cpu" else None
 
     @torch.inference_mode()
     def forward(
@@ -55,18 +58,25 @@ class Decoder:
         plan.begin(positions, self.rope, self.dtype)
         x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden]
         kept: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, self.config.head_dim)  # [num_tokens, heads + 2 * kv_heads, head_dim]
-            pages = cache.layers[index]
-            plan.write(qkv, layer, pages)
-            x = layer.o.add_to(x, plan.attend(qkv, layer, pages))
-            x = layer.mlp(layer.post_norm(x), x)
-            if index in hidden_layers:
-                kept[index] = x
+        begin = 0
+        for end in sorted({len(self.layers), *(index + 1 for index in hidden_layers if index >= 0)}):
+            kept[end - 1] = x = self._run(x, begin, end, plan, cache)
+            begin = end
         kept[-1] = x = self.norm(x)
         if plan.inverse is not None:
             x, kept = x[plan.inverse], {index: tensor[plan.inverse] for index, tensor in kept.items()}
         return x, tuple(kept[index] for index in hidden_layers)
+
+    def _run(self, x: Tensor, begin: int, end: int, plan: AttentionPlan, cache: KVCache) -> Tensor:
+        """Layers [begin, end) of x [num_tokens, hidden]."""
+        if self.stack is not None and isinstance(plan, NativePlan):
+            return self.stack.run(x, begin, end, plan, cache)
+        for layer, pages in zip(self.layers[begin:end], cache.layers[begin:end], strict=True):
+            qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, self.config.head_dim)  # [num_tokens, heads + 2 * kv_heads, head_dim]
+            plan.write(qkv, layer, pages)
+            x = layer.o.add_to(x, plan.attend(qkv, layer, pages))
+            x = layer.mlp(layer.post_norm(x), x)
+        return x
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -9,10 +9,9 @@
 // read once for all of them. Keys are taken CHUNK at a time with the running maximum and sum of the softmax (Milakov and Gimelshein,
 // arXiv:1805.02867). Chunks begin at multiples of CHUNK of the sequence, so the result for a query does not depend on which queries share its
 // pass: a verified draft gets the bits that plain decoding gives.
+#include "kernels.h"
 #include "parallel.h"
-#include "simd.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define CHUNK 256
 #define MAX_HEAD_DIM 256
 #if defined(__AVX512F__)
@@ -24,18 +23,6 @@
 #define ROWS 2
 #define KEYS 1
 #endif
-
-typedef struct {
-    void *q;                    // [num_tokens][heads][head_dim], `q_stride` elements from token to token
-    void *out;                  // [num_tokens][heads][head_dim], dense
-    const void *pages;
-    const int32_t *tables;      // [num_rows][table_width]
-    const int32_t *rows;        // [num_rows][3]: first token in the pass, start, length
-    const int32_t *tasks;       // [num_tasks][4]: row, KV head, first query vector (token * group + head in group), how many: 1 ... TILE
-    int64_t q_stride, table_width, num_tasks;
-    int32_t heads, kv_heads, head_dim, block_size, window, num_threads;
-    float scale;
-} attention_args;
 
 #define NAME(x) x##_f32
 #define ELEMENT f32

@@ -1,38 +1,10 @@
 // What lies between the matrix products of a layer: RMS norm, rotation and K/V write, argmax.
 // One task is one token (for argmax one row of logits); few tokens run on the calling thread, where waking another would cost more.
+#include "kernels.h"
 #include "parallel.h"
-#include "simd.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define WORTH_A_THREAD 16384    // elements
 #define STRETCH 1024
-
-typedef struct {
-    const void *x;              // [num_tokens][width], dense
-    void *out;
-    const void *weight;         // [width]
-    int64_t num_tokens, width;
-    int32_t num_threads;
-    float eps;
-} norm_args;
-
-typedef struct {
-    void *qkv;                  // [num_tokens][heads + 2 * kv_heads][head_dim], `stride` elements from token to token; q and k are rotated in place
-    void *pages;                // as in attention.c
-    const float *cos, *sin;     // [num_tokens][head_dim / 2]
-    const int64_t *slots;       // [num_tokens]: block * block_size + offset
-    const void *q_norm, *k_norm;    // [head_dim] RMS norms before the rotation (Qwen3), or NULL
-    int64_t num_tokens, stride;
-    int32_t heads, kv_heads, head_dim, block_size, num_threads;
-    float eps;
-} rotate_args;
-
-typedef struct {
-    const void *logits;         // [num_rows][width], `stride` elements from row to row
-    int64_t *out;               // [num_rows]: first index of the maximum; of the first NaN if there is one
-    int64_t num_rows, width, stride;
-    int32_t num_threads;
-} argmax_args;
 
 #define NAME(x) x##_f32
 #define ELEMENT f32

@@ -3,23 +3,11 @@
 // W is packed in panels of PANEL outputs: [out / PANEL][in / 2][PANEL][2], so that one vector holds a pair of inputs of 16 outputs and a task reads one
 // stream. While a panel is multiplied, the next one is fetched into the second-level cache, a share of it per group of tokens: reading and arithmetic overlap
 // instead of adding up.
+#include "kernels.h"
 #include "parallel.h"
-#include "simd.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define PANEL 32
 #define MAX_ROWS 12             // tokens at a time: MAX_ROWS x 2 accumulators in registers
-
-typedef struct {
-    const bf16 *x;              // [num_tokens][in], `stride` elements from token to token
-    const bf16 *weight;         // packed
-    const bf16 *bias;           // [out], or NULL
-    const bf16 *residual;       // [num_tokens][out], or NULL
-    bf16 *y;                    // [num_tokens][out], with `gated` [num_tokens][out / 2]
-    int64_t num_tokens, in, out, stride;
-    int32_t num_threads, num_tasks;
-    int32_t gated;              // W holds gates and ups in turn, 16 outputs each
-} linear_args;
 
 EXPORT int linear_panel(void) {
 #if defined(__AVX512BF16__)
@@ -68,9 +56,16 @@ INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, 
     }
 }
 
+// One stream of panels per thread, but several where there are many panels: threads then finish together even if one is held up.
+static int64_t tasks_for(const linear_args *a) {
+    const int64_t panels = a->out / PANEL, threads = a->num_threads > 1 ? a->num_threads : 1, tasks = panels > 64 * threads ? 8 * threads : threads;
+    return tasks < panels ? tasks : panels;
+}
+
 static void linear_task(void *context, int64_t task) {
     const linear_args *a = context;
-    const int64_t panels = a->out / PANEL, begin = panels * task / a->num_tasks, end = panels * (task + 1) / a->num_tasks;
+    const int64_t panels = a->out / PANEL, num_tasks = tasks_for(a);
+    const int64_t begin = panels * task / num_tasks, end = panels * (task + 1) / num_tasks;
     const int64_t groups = (a->num_tokens + MAX_ROWS - 1) / MAX_ROWS, units = a->in / 2;
     for (int64_t p = begin; p < end; p++) {
         const bf16 *panel = a->weight + p * a->in * PANEL, *next = p + 1 < panels ? panel + a->in * PANEL : panel;
@@ -83,5 +78,5 @@ static void linear_task(void *context, int64_t task) {
     }
 }
 
-EXPORT void linear_bf16(linear_args *a) { run_parallel(linear_task, a, a->num_tasks, a->num_threads); }
+EXPORT void linear_bf16(linear_args *a) { run_parallel(linear_task, a, tasks_for(a), a->num_threads); }
 #endif

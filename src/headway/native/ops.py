@@ -1,6 +1,6 @@
 """The kernels as functions of tensors. Each checks what the C code relies on; a wrong shape, type or layout raises ValueError.
 
-The argument records mirror the structs in attention.c, elementwise.c and linear.c field by field.
+The argument records mirror the structs in kernels.h field by field.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _LinearArgs(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("x", "weight", "bias", "residual", "y")),
         *((name, _I64) for name in ("num_tokens", "size_in", "size_out", "stride")),
-        *((name, _I32) for name in ("num_threads", "num_tasks", "gated")),
+        *((name, _I32) for name in ("num_threads", "gated")),
     )
 
 
@@ -99,8 +99,7 @@ class PackedLinear:
         args = self._args
         args.x, args.y, args.residual = x.data_ptr(), y.data_ptr(), None if residual is None else residual.data_ptr()
         args.num_tokens, args.stride = num_tokens, x.stride(0)
-        args.num_threads = threads = torch.get_num_threads()
-        args.num_tasks = min(self.weight.shape[0], threads * (8 if self.weight.shape[0] > 64 * threads else 1))
+        args.num_threads = torch.get_num_threads()
         self._function(ctypes.byref(args))
         return y
 

@@ -1,0 +1,60 @@
+// The argument records of all kernels; ops.py, attention_native.py and stack_native.py mirror them field by field.
+#pragma once
+#include "simd.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+typedef struct {
+    void *q;                    // [num_tokens][heads][head_dim], `q_stride` elements from token to token
+    void *out;                  // [num_tokens][heads][head_dim], dense
+    const void *pages;
+    const int32_t *tables;      // [num_rows][table_width]
+    const int32_t *rows;        // [num_rows][3]: first token in the pass, start, length
+    const int32_t *tasks;       // [num_tasks][4]: row, KV head, first query vector (token * group + head in group), how many: 1 ... TILE
+    int64_t q_stride, table_width, num_tasks;
+    int32_t heads, kv_heads, head_dim, block_size, window, num_threads;
+    float scale;
+} attention_args;
+
+typedef struct {
+    void *qkv;                  // [num_tokens][heads + 2 * kv_heads][head_dim], `stride` elements from token to token; q and k are rotated in place
+    void *pages;                // as in attention.c
+    const float *cos, *sin;     // [num_tokens][head_dim / 2]
+    const int64_t *slots;       // [num_tokens]: block * block_size + offset
+    const void *q_norm, *k_norm;    // [head_dim] RMS norms before the rotation (Qwen3), or NULL
+    int64_t num_tokens, stride;
+    int32_t heads, kv_heads, head_dim, block_size, num_threads;
+    float eps;
+} rotate_args;
+
+typedef struct {
+    const void *x;              // [num_tokens][width], dense
+    void *out;
+    const void *weight;         // [width]
+    int64_t num_tokens, width;
+    int32_t num_threads;
+    float eps;
+} norm_args;
+
+typedef struct {
+    const bf16 *x;              // [num_tokens][in], `stride` elements from token to token
+    const bf16 *weight;         // packed
+    const bf16 *bias;           // [out], or NULL
+    const bf16 *residual;       // [num_tokens][out], or NULL
+    bf16 *y;                    // [num_tokens][out], with `gated` [num_tokens][out / 2]
+    int64_t num_tokens, in, out, stride;
+    int32_t num_threads;
+    int32_t gated;              // W holds gates and ups in turn, 16 outputs each
+} linear_args;
+
+typedef struct {
+    const void *logits;         // [num_rows][width], `stride` elements from row to row
+    int64_t *out;               // [num_rows]: first index of the maximum; of the first NaN if there is one
+    int64_t num_rows, width, stride;
+    int32_t num_threads;
+} argmax_args;
+
+void attention_bf16(attention_args *args);
+void rotate_bf16(rotate_args *args);
+void norm_bf16(norm_args *args);
+void linear_bf16(linear_args *args);
