@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from headway import plugins
+from tests import heads
 
-MAKERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {}
+MAKERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "eagle": lambda folder, target: {"model": str(heads.eagle3_dir(folder / "eagle3", target))},
+    "medusa": lambda folder, target: {"model": str(heads.medusa_dir(folder / "medusa", target))},
+    "mlp_speculator": lambda folder, target: {"model": str(heads.mlp_speculator_dir(folder / "mlp", target))},
+}
 """drafter -> (new folder, the target's directory) -> keys of the speculative config"""
 
 

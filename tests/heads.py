@@ -135,3 +135,48 @@ def write(directory: Path, config: dict[str, Any], tensors: Tensors, file: str) 
     else:
         torch.save(tensors, directory / file)
     return directory
+
+
+def medusa_dir(
+    directory: Path, target: Path, *, layout: str = "repository", num_heads: int = 3, num_layers: int = 1, seed: int = 0,
+    file: str = "medusa_lm_head.pt", draft_vocab: int | None = None,
+) -> Path:
+    """`layout`: repository (FasterDecoding/Medusa), or converted (the names vLLM reads)."""
+    hidden, vocab = target_config(target)["hidden_size"], target_config(target)["vocab_size"]
+    make = Maker(seed)
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            make.matrix(f"{head}.{layer}.linear" if layout == "repository" else f"blocks.{head}.layers.{layer}", hidden, hidden, bias=True)
+        make.matrix(f"{head}.{num_layers}" if layout == "repository" else f"lm_heads.{head}", draft_vocab or vocab, hidden, gain=3.0)
+    if layout == "repository":
+        config: dict[str, Any] = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers, "base_model_name_or_path": str(target)}
+        return write(directory, config, make.tensors, file)
+    config = {
+        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": hidden, "vocab_size": vocab, "num_heads": num_heads,
+        "num_hidden_layers": num_layers, "truncated_vocab_size": draft_vocab or vocab, "medusa_fc_bias": True,
+    }
+    if draft_vocab is not None:
+        make.tensors["token_map"] = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:draft_vocab]
+    return write(directory, config, make.tensors, "model.safetensors")
+
+
+def mlp_speculator_dir(
+    directory: Path, target: Path, *, num_heads: int = 3, inner: int = 48, tied: bool = False, scale_input: bool = True, seed: int = 0,
+    prefix: str = "speculator.", file: str = "model.safetensors",
+) -> Path:
+    hidden, vocab = target_config(target)["hidden_size"], target_config(target)["vocab_size"]
+    make = Maker(seed)
+    for head in range(num_heads):
+        if head == 0 or not tied:
+            make.matrix(f"{prefix}emb.{head}", vocab, inner, gain=2.0)
+            make.norm(f"{prefix}ln.{head}", inner)
+            make.tensors[f"{prefix}ln.{head}.bias"] = torch.randn(inner, generator=make.random) * 0.2
+            make.matrix(f"{prefix}head.{head}", vocab, inner, gain=3.0)
+        if head <= 1 or not tied:
+            make.matrix(f"{prefix}proj.{head}", inner, hidden if head == 0 else inner)
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": hidden, "inner_dim": inner,
+        "n_predict": num_heads, "n_candidates": 5, "top_k_tokens_per_head": [4, 3, 2][:num_heads], "vocab_size": vocab,
+        "tie_weights": tied, "scale_input": scale_input,
+    }
+    return write(directory, config, make.tensors, file)

@@ -129,7 +129,7 @@ class TestEveryDrafterUnderEveryPolicy:
             engine.check()
         for gone in ("r1", "r3"):
             expected = reference(model_dir, sampled)[gone]
-            assert written[gone] == expected[: len(written[gone])]
+            assert not self.is_exact(engine, sampled) or written[gone] == expected[: len(written[gone])]
             assert len(written.pop(gone)) < OUTPUT_LEN
             written[gone] = expected
         self.assert_same(engine, written, model_dir, sampled)
@@ -140,10 +140,15 @@ class TestEveryDrafterUnderEveryPolicy:
         return pool.allocate(pool.num_free - leave)
 
     @staticmethod
+    def is_exact(engine: Engine, sampled: bool) -> bool:
+        """Whether the tokens are those of plain decoding: sampled drafts keep the distribution, not the tokens."""
+        return not sampled or all(drafter.deterministic for drafter in engine.drafters.values())
+
+    @staticmethod
     def assert_same(engine: Engine, written: dict[str, list[int]], model_dir: Path, sampled: bool) -> None:
         pool = engine.scheduler.pool
         assert pool.num_free == pool.num_blocks
-        if sampled and not all(drafter.deterministic for drafter in engine.drafters.values()):
+        if not TestEveryDrafterUnderEveryPolicy.is_exact(engine, sampled):
             assert {name: len(tokens) for name, tokens in written.items()} == {f"r{i}": OUTPUT_LEN for i in range(NUM_REQUESTS)}
         else:
             assert written == reference(model_dir, sampled)

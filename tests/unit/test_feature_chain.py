@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -12,8 +13,8 @@ from headway.control.policy import Policy
 from headway.drafters._eagle_network import load_eagle
 from headway.drafters._feature_chain import FeatureChain
 from headway.drafters._feature_network import FeatureNetwork
-from headway.drafters._features import FeatureStore
 from headway.drafters.drafter import Committed, DraftRequest
+from headway.drafters.eagle import Eagle
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
@@ -64,8 +65,24 @@ class Text:
         return DraftRequest(seq_id, self.tokens[: stop + 1], 1, k, True)
 
 
+class Argmax:
+    """A sampler of requests without parameters; those that are not greedy draw from the softmax."""
+
+    def likely(self, logits: torch.Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]]) -> list[int]:
+        assert [len(tokens) for tokens in drafted] == [len(drafted[0])] * len(requests)
+        return logits.argmax(-1).tolist()
+
+    def sampled(
+        self, logits: torch.Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]]
+    ) -> tuple[list[int], torch.Tensor]:
+        probs = logits.softmax(-1)
+        return torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(len(drafted[0]))).flatten().tolist(), probs
+
+
 def make(network: FeatureNetwork, num_blocks: int = 64, store_bytes: int = 1 << 24) -> FeatureChain:
-    return FeatureChain(network, num_blocks, BLOCK, FeatureStore(BLOCK, store_bytes))
+    chain = Eagle()
+    chain.start(network, Argmax(), num_blocks, BLOCK, store_bytes)
+    return chain
 
 
 def chunks(*sizes: int) -> Iterator[tuple[int, int]]:
@@ -221,3 +238,21 @@ def test_the_policy_stops_position_by_position(network: FeatureNetwork, target: 
     for (position, seq_ids), (before, earlier) in zip(asked[1:], asked, strict=False):
         assert position == before + 1
         assert set(seq_ids) <= set(earlier)
+
+
+def test_sampled_drafts_come_with_their_distributions(network: FeatureNetwork, target: Decoder) -> None:
+    """Greedy and sampled requests in one batch; a reduced vocabulary leaves the other tokens impossible."""
+    texts, chain = [Text(target, network, seed) for seed in (13, 14)], make(network)
+    for seq_id, text in enumerate(texts):
+        chain.commit([text.committed(seq_id, 0, 30)])
+    sampled = dataclasses.replace(texts[1].request(1, 30), greedy=False)
+    greedy, drawn = chain.propose([texts[0].request(0, 30), sampled], KEEP)
+    assert greedy.probs is None
+    assert same(greedy, naive(network, texts[0], 30))
+    assert drawn.probs is not None
+    assert drawn.probs.shape == (K, 320)
+    torch.testing.assert_close(drawn.probs.sum(-1), torch.ones(K))
+    assert all(drawn.probs[position, token] > 0 for position, token in enumerate(drawn.tokens))
+    np.testing.assert_allclose(drawn.confidence, drawn.probs.amax(-1).numpy(), rtol=1e-4)
+    if network.target_ids is not None:
+        assert int((drawn.probs > 0).any(0).sum()) <= len(network.target_ids)

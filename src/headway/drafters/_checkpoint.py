@@ -7,6 +7,7 @@ Read here: safetensors (one file or shards), and PyTorch files (`pytorch_model.b
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -64,6 +65,10 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         source = self._source(name)
         return tuple(source.shape if isinstance(source, Tensor) else source[0].get_slice(source[1]).get_shape())
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(self.shape(name)) for name in self._tensors)
 
     def take(self, name: str, shape: tuple[int, ...], kind: str = "float") -> Tensor:
         """The tensor, which must have this shape and be of this kind: float, int or bool."""

@@ -21,23 +21,43 @@ import torch
 from torch import Tensor
 
 from headway.drafters._checkpoint import Checkpoint, decoder_shape
-from headway.drafters._feature_network import Builder, FeatureNetwork
+from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwork
 from headway.errors import ModelError
+from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear, RMSNorm
 
 
-def load_eagle(directory: Path, target: Decoder) -> Eagle1 | Eagle3:
-    """Raises ModelError naming what is missing, misshapen, or made for another target."""
-    with torch.inference_mode():
-        checkpoint = Checkpoint(directory, prefixes=("model.",))
-        kind = checkpoint.config.get("speculators_model_type")
+class EagleFile(FeatureFile):
+    """A checkpoint, read as far as its configuration. Raises ModelError naming what is missing, misshapen, or made for another target."""
+
+    def __init__(self, directory: Path, target: ModelConfig) -> None:
+        self.checkpoint = Checkpoint(directory, prefixes=("model.",))
+        config = self.checkpoint.config
+        kind = config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
             raise ModelError(f"{directory} is a speculator of type {kind!r}; eagle reads: eagle3, and the EAGLE repository's layouts")
-        version_3 = kind == "eagle3" or "midlayer.self_attn.q_proj.weight" in checkpoint or "d2t" in checkpoint
-        network = _eagle3(checkpoint, target) if version_3 else _eagle1(checkpoint, target)
-        checkpoint.finish(ignored=("lm_head.weight", "t2d", "hidden_norm.weight", "verifier_norm.weight", "verifier_lm_head.weight"))
+        self.version_3 = kind == "eagle3" or "midlayer.self_attn.q_proj.weight" in self.checkpoint or "d2t" in self.checkpoint
+        layers = config.get("transformer_layer_config", config) if self.version_3 else config
+        if not isinstance(layers, Mapping):
+            raise ModelError(f"{directory / 'config.json'}: transformer_layer_config must be an object")
+        self.layer_config = layers
+        self.shape = decoder_shape(self.checkpoint, layers, target, self.checkpoint.number("num_hidden_layers", layers, 1))
+        made_for = (config.get("target_hidden_size") if self.version_3 else None) or self.shape.hidden_size
+        if made_for != target.hidden_size:
+            raise ModelError(f"{directory}: made for a target of hidden size {made_for}, the target's is {target.hidden_size}")
+        self.hidden_layers = _hidden_layers(self.checkpoint, config, target.num_layers) if self.version_3 else (-1,)
+
+    @torch.inference_mode()
+    def load(self, target: Decoder) -> Eagle1 | Eagle3:
+        network = _eagle3(self, target) if self.version_3 else _eagle1(self, target)
+        unused = ("lm_head.weight", "t2d", "hidden_norm.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+        self.checkpoint.finish(ignored=unused)
         return network
+
+
+def load_eagle(directory: Path, target: Decoder) -> Eagle1 | Eagle3:
+    return EagleFile(directory, target.config).load(target)
 
 
 class Eagle3(FeatureNetwork):
@@ -81,18 +101,10 @@ class Eagle1(FeatureNetwork):
         return self.lm_head(x), x
 
 
-def _eagle3(checkpoint: Checkpoint, target: Decoder) -> Eagle3:
-    config = checkpoint.config
-    layer_config = config.get("transformer_layer_config", config)
-    if not isinstance(layer_config, Mapping):
-        raise ModelError(f"{checkpoint.directory / 'config.json'}: transformer_layer_config must be an object")
-    num_layers = checkpoint.number("num_hidden_layers", layer_config, 1)
-    shape = decoder_shape(checkpoint, layer_config, target.config, num_layers)
+def _eagle3(file: EagleFile, target: Decoder) -> Eagle3:
+    checkpoint, shape, layer_ids = file.checkpoint, file.shape, file.hidden_layers
+    config, layer_config, num_layers = checkpoint.config, file.layer_config, shape.num_layers
     hidden, target_hidden = shape.hidden_size, target.config.hidden_size
-    made_for = config.get("target_hidden_size") or hidden
-    if made_for != target_hidden:
-        raise ModelError(f"{checkpoint.directory}: made for a target of hidden size {made_for}, the target's is {target_hidden}")
-    layer_ids = _hidden_layers(checkpoint, config, target.config.num_layers)
     build = Builder(checkpoint, shape, target.dtype, target.device)
     first = "midlayer" if "midlayer.self_attn.q_proj.weight" in checkpoint else "layers.0"
     layers = [build.layer(first, size_in=2 * hidden, window=_window(layer_config, 0))]
@@ -113,15 +125,11 @@ def _eagle3(checkpoint: Checkpoint, target: Decoder) -> Eagle3:
     return network
 
 
-def _eagle1(checkpoint: Checkpoint, target: Decoder) -> Eagle1:
-    num_layers = checkpoint.number("num_hidden_layers", checkpoint.config, 1)
-    shape = decoder_shape(checkpoint, checkpoint.config, target.config, num_layers)
+def _eagle1(file: EagleFile, target: Decoder) -> Eagle1:
+    checkpoint, shape = file.checkpoint, file.shape
     hidden = shape.hidden_size
-    if hidden != target.config.hidden_size:
-        raise ModelError(f"{checkpoint.directory}: made for a target of hidden size {hidden}, the target's is {target.config.hidden_size}")
     build = Builder(checkpoint, shape, target.dtype, target.device)
-    # Some publishers kept the first layer's input norm; the EAGLE repository has none there.
-    layers = [build.layer(f"layers.{i}", input_norm=i > 0) for i in range(num_layers)]
+    layers = [build.layer(f"layers.{i}", input_norm=i > 0) for i in range(shape.num_layers)]
     fc = build.linear("fc", {"": hidden}, 2 * hidden, bias="fc.bias" in checkpoint)
     network = Eagle1(shape, (-1,), build.embedding("embed_tokens.weight", target.embedding), layers, target.lm_head, None)
     network.fc, network.num_bytes = fc, build.num_bytes

@@ -8,19 +8,22 @@ the target really computed. A sequence that is not asked for gathers hidden stat
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.control.policy import Policy
-from headway.drafters._feature_network import FeatureNetwork
+from headway.drafters._chain import draft_chain
+from headway.drafters._feature_network import FeatureFile, FeatureNetwork
 from headway.drafters._features import FeatureStore, FeatureTrack
-from headway.drafters.drafter import Committed, DraftRequest, Keep, keep_all
+from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
+from headway.models import hub
 from headway.models.attention import KVCache
+from headway.models.config import ModelConfig
 from headway.types import Draft
 
 CATCH_UP_ROWS = 512
@@ -39,13 +42,35 @@ class _State:
     lost: bool = False    # the K/V was given to others
 
 
-class FeatureChain:
-    """The state and the loop; knows no engine and no checkpoint. `num_blocks` of its own K/V, in blocks of `block_size` tokens."""
+class FeatureChain(Drafter):
+    """The state and the loop of all such drafters; each says how its checkpoints are read."""
 
-    def __init__(self, network: FeatureNetwork, num_blocks: int, block_size: int, store: FeatureStore) -> None:
-        self.network = network
-        self.block_size = block_size
-        self.store = store
+    takes_model = True
+    needs_model = True
+    deterministic = False
+
+    @abstractmethod
+    def read(self, directory: Path, target: ModelConfig) -> FeatureFile:
+        """The checkpoint in `directory`, its weights not read yet. Raises ModelError."""
+
+    def bind(self, context: DrafterContext) -> DrafterMemory:
+        assert context.model is not None
+        self._file = self.read(hub.resolve(context.model, progress=context.progress), context.target)
+        self.hidden_layers = self._file.hidden_layers
+        self._dtype, self.block_size = context.dtype, context.block_size
+        own = KVCache.bytes_per_block(self._file.shape, context.block_size, context.dtype)
+        self._kept_bytes = len(self.hidden_layers) * context.target.hidden_size * context.block_size * context.dtype.itemsize
+        weights = self._file.checkpoint.num_elements * context.dtype.itemsize
+        return DrafterMemory(weight_bytes=weights, kv_bytes_per_block=own + self._kept_bytes)
+
+    def load(self, target: Target) -> None:
+        num_blocks = target.cache.num_blocks
+        self.start(self._file.load(target.model), target.sampler, num_blocks, self.block_size, num_blocks * self._kept_bytes)
+
+    def start(self, network: FeatureNetwork, sampler: DraftSampler, num_blocks: int, block_size: int, kept_bytes: int) -> None:
+        """`num_blocks` of its own K/V, in blocks of `block_size` tokens; `kept_bytes` of hidden states for prefix hits."""
+        self.network, self.sampler, self.block_size = network, sampler, block_size
+        self.store = FeatureStore(block_size, kept_bytes)
         self.cache = KVCache(network.shape, num_blocks, block_size, network.dtype, network.device)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._states: dict[int, _State] = {}
@@ -114,29 +139,13 @@ class FeatureChain:
     # -- the chain ------------------------------------------------------------------------------------------------
 
     def _draft(self, requests: list[DraftRequest], states: list[_State], keep: Keep) -> list[Draft]:
-        x = self._catch_up(requests, states)
-        listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
-        seq_ids = [request.seq_id for request in requests]
-        ks = np.array([request.k for request in requests])
-        going = np.arange(len(requests))
-        chosen: list[tuple[np.ndarray, Tensor, Tensor]] = []   # (requests, token ids, confidence) of each position
-        for position in range(int(ks.max())):
-            logits, features = self.network.predict(x)
-            tokens, confidence = _choose(logits, self.network.target_ids)
-            if listens:
-                kept = keep([seq_ids[i] for i in going.tolist()], position, confidence.cpu().numpy().astype(np.float64))
-                going, tokens, confidence, features = _subset(kept, going, tokens, confidence, features)
-            chosen.append((going, tokens, confidence))
-            more = ks[going] > position + 1
-            if not more.any():
-                break
-            going, tokens, features = _subset(more, going, tokens, features)
-            x = self._advance([states[i] for i in going.tolist()], tokens, features, position)
-        written: list[list[tuple[int, float]]] = [[] for _ in requests]
-        for rows, tokens, confidence in chosen:
-            for i, token, sure in zip(rows.tolist(), tokens.tolist(), confidence.tolist(), strict=True):
-                written[i].append((token, sure))
-        return [Draft([token for token, _ in pairs], confidence=[sure for _, sure in pairs]) for pairs in written]
+        network = self.network
+
+        def advance(going: list[int], tokens: Tensor, features: Tensor, position: int) -> tuple[Tensor, Tensor]:
+            return network.predict(self._advance([states[i] for i in going], tokens, features, position))
+
+        logits, features = network.predict(self._catch_up(requests, states))
+        return draft_chain(requests, keep, self.sampler, logits, features, advance, network.target_ids, network.shape.vocab_size)
 
     def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Tensor:
         """Reads what was committed since; returns the network's output at each last position [num_requests, hidden]."""
@@ -173,17 +182,3 @@ class FeatureChain:
         at = [state.filled + position for state in states]
         plan = self.cache.plan([(state.blocks, where - state.begin, 1) for state, where in zip(states, at, strict=True)])
         return self.network.forward(tokens, torch.tensor(at, device=tokens.device), features, plan, self.cache)
-
-
-def _choose(logits: Tensor, target_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits [n, draft vocabulary] -> the likeliest token of each row, in the target's ids [n], and its probability [n]."""
-    logits = logits.float()
-    best, tokens = logits.max(-1)
-    return tokens if target_ids is None else target_ids[tokens], (best - logits.logsumexp(-1)).exp()
-
-
-def _subset(mask: np.ndarray, rows: np.ndarray, *tensors: Tensor) -> tuple[Any, ...]:
-    if mask.all():
-        return (rows, *tensors)
-    where = torch.from_numpy(np.flatnonzero(mask)).to(tensors[0].device)
-    return (rows[mask], *(tensor[where] for tensor in tensors))

@@ -18,6 +18,7 @@ from headway.drafters._checkpoint import Checkpoint
 from headway.errors import ModelError
 from headway.models.attention import AttentionPlan, KVCache
 from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
 from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
 from headway.models.rope import Rope, inverse_frequencies
 
@@ -81,6 +82,18 @@ class FeatureNetwork(ABC):
             residual = layer.o.add_to(residual, plan.attend(qkv, layer, pages))
             residual = layer.mlp(layer.post_norm(residual), residual)
         return residual if plan.inverse is None else residual[plan.inverse]
+
+
+class FeatureFile(ABC):
+    """A published network, read as far as its configuration: what is needed before the memory is planned."""
+
+    checkpoint: Checkpoint
+    shape: ModelConfig
+    hidden_layers: tuple[int, ...]
+
+    @abstractmethod
+    def load(self, target: Decoder) -> FeatureNetwork:
+        """Reads the weights. Raises ModelError."""
 
 
 class Builder:

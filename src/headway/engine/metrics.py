@@ -146,10 +146,6 @@ class EngineMetrics:
             self.last_change = feedback.reason, time.time()
             self.num_changes += 1
         forecast, num_rows = feedback.forecast, len(feedback.sequences)
-        if forecast is None and self._step_errors and num_rows and feedback.step_ms > 0.0 and not feedback.num_prefill_tokens:
-            # The policy, which does forecast, chose a plain step: what it decided and drafted in shadow is all that plain decoding saves.
-            self.compared_ms += feedback.step_ms
-            self.plain_equivalent_ms += max(0.0, feedback.step_ms - feedback.draft_ms - feedback.policy_ms)
         if forecast is None or num_rows == 0 or not (feedback.step_ms > 0.0 and forecast.plain_ms > 0.0 and forecast.step_ms > 0.0):
             return
         self._step_errors.append(abs(forecast.step_ms / feedback.step_ms - 1.0))

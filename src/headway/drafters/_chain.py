@@ -1,0 +1,96 @@
+"""The loop of every drafter that writes its draft token by token: ask the policy, choose, go on with those that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.control.policy import Policy
+from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
+from headway.types import Draft
+
+Advance = Callable[[list[int], Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""(which requests, their newest tokens [n], their state [n, ...], position of these tokens in the draft) -> (logits, state) after them"""
+
+
+def draft_chain(
+    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, logits: Tensor, state: Tensor, advance: Advance,
+    target_ids: Tensor | None, vocab_size: int,
+) -> list[Draft]:
+    """One draft per request. `logits` [n, draft vocabulary] and `state` [n, ...] are those before the first draft token.
+
+    target_ids  int64 [draft vocabulary]: the target's token for each; None: the vocabularies are the same
+
+    Confidence is the largest probability, which depends on the prefix alone; the policy sees it before the token is chosen.
+    """
+    listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
+    drafts = [Draft([], confidence=[]) for _ in requests]
+    probs: list[list[Tensor]] = [[] for _ in requests]
+    going = np.arange(len(requests))
+    ks = np.array([request.k for request in requests])
+    for position in range(int(ks.max())):
+        confidence = _confidence(logits)
+        if listens:
+            kept = keep([requests[i].seq_id for i in going.tolist()], position, confidence.astype(np.float64))
+            going, confidence, logits, state = _subset(kept, going, confidence, logits, state)
+        if len(going) == 0:
+            break
+        _choose(_widened(logits, target_ids, vocab_size), going, requests, sampler, drafts, probs)
+        for i, sure in zip(going.tolist(), confidence.tolist(), strict=True):
+            drafts[i].confidence.append(sure)   # type: ignore[union-attr]
+        more = ks[going] > position + 1
+        if not more.any():
+            break
+        going, confidence, state = _subset(more, going, confidence, state)
+        tokens = torch.tensor([drafts[i].tokens[-1] for i in going.tolist()], device=state.device)
+        logits, state = advance(going.tolist(), tokens, state, position)
+    for draft, rows in zip(drafts, probs, strict=True):
+        draft.probs = torch.stack(rows) if rows else None
+    return drafts
+
+
+def _choose(
+    logits: Tensor, going: np.ndarray, requests: Sequence[DraftRequest], sampler: DraftSampler, drafts: list[Draft],
+    probs: list[list[Tensor]],
+) -> None:
+    """The next token of each draft: the most likely one for greedy requests, one drawn as the request samples for the others."""
+    for greedy in (True, False):
+        rows = [row for row, i in enumerate(going.tolist()) if requests[i].greedy == greedy]
+        if not rows:
+            continue
+        mine = [int(going[row]) for row in rows]
+        part = logits if len(rows) == len(going) else logits[rows]
+        asked, drafted = [requests[i] for i in mine], [drafts[i].tokens for i in mine]
+        if greedy:
+            tokens = sampler.likely(part, asked, drafted)
+        else:
+            tokens, drawn_from = sampler.sampled(part, asked, drafted)
+            for i, row in zip(mine, drawn_from, strict=True):
+                probs[i].append(row)
+        for i, token in zip(mine, tokens, strict=True):
+            drafts[i].tokens.append(token)
+
+
+def _widened(logits: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """[n, draft vocabulary] -> [n, the target's vocabulary]: tokens that it does not have are impossible."""
+    if target_ids is None:
+        return logits
+    wide = logits.new_full((len(logits), vocab_size), float("-inf"))
+    return wide.index_copy_(1, target_ids, logits)
+
+
+def _confidence(logits: Tensor) -> np.ndarray:
+    """[n] the largest probability of each row."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp().cpu().numpy()
+
+
+def _subset(mask: np.ndarray, going: np.ndarray, confidence: np.ndarray, *tensors: Tensor) -> tuple[Any, ...]:
+    if mask.all():
+        return (going, confidence, *tensors)
+    where = torch.from_numpy(np.flatnonzero(mask)).to(tensors[0].device)
+    return (going[mask], confidence[mask], *(tensor[where] for tensor in tensors))

@@ -1,0 +1,97 @@
+"""Drafters that read the target's last hidden state alone: Medusa's heads and IBM's MLP speculators. No K/V, no history."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headway.drafters._chain import draft_chain
+from headway.drafters._checkpoint import Checkpoint
+from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
+from headway.models import hub
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.types import Draft
+
+
+class HeadsNetwork(Protocol):
+    """`num_heads` tokens ahead at most; `target_ids` as in `FeatureNetwork`."""
+
+    num_heads: int
+    target_ids: Tensor | None
+
+    def begin(self, hidden: Tensor) -> Tensor:
+        """The target's last hidden states [n, hidden] -> the state before the first head [n, ...]."""
+
+    def step(self, index: int, state: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Head `index` after the newest `tokens` [n] -> (logits [n, draft vocabulary], the state before the next head)."""
+
+
+class HeadsFile(Protocol):
+    """A checkpoint, read as far as its configuration."""
+
+    checkpoint: Checkpoint
+
+    def load(self, target: Decoder) -> HeadsNetwork:
+        """Reads the weights. Raises ModelError."""
+
+
+class HiddenHeads(Drafter):
+    """Per sequence: the hidden state behind which its last token was chosen."""
+
+    takes_model = True
+    needs_model = True
+    deterministic = False
+    hidden_layers = (-1,)
+
+    @abstractmethod
+    def read(self, directory: Path, target: ModelConfig) -> HeadsFile:
+        """The checkpoint in `directory`, its weights not read yet. Raises ModelError."""
+
+    def bind(self, context: DrafterContext) -> DrafterMemory:
+        assert context.model is not None
+        self._file = self.read(hub.resolve(context.model, progress=context.progress), context.target)
+        return DrafterMemory(weight_bytes=self._file.checkpoint.num_elements * context.dtype.itemsize)
+
+    def load(self, target: Target) -> None:
+        with torch.inference_mode():
+            self.start(self._file.load(target.model), target.sampler, target.model.config.vocab_size)
+
+    def start(self, network: HeadsNetwork, sampler: DraftSampler, vocab_size: int) -> None:
+        self.network, self.sampler, self.vocab_size = network, sampler, vocab_size
+        self._hidden: dict[int, tuple[int, Tensor]] = {}   # (positions computed, the last one's hidden state [hidden])
+
+    def commit(self, committed: Sequence[Committed]) -> None:
+        for c in committed:
+            if c.hidden is not None and len(c.hidden[0]):
+                self._hidden[c.seq_id] = c.start + len(c.hidden[0]), c.hidden[0][-1].clone()
+
+    def stop(self, seq_id: int) -> None:
+        self._hidden.pop(seq_id, None)
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+        drafts = [Draft([]) for _ in requests]
+        known = [i for i, r in enumerate(requests) if self._hidden.get(r.seq_id, (-1,))[0] == len(r.token_ids) - 1]
+        if not known:
+            return drafts
+        asked = [requests[i] for i in known]
+        network = self.network
+        tokens = torch.tensor([request.token_ids[-1] for request in asked])
+        state = network.begin(torch.stack([self._hidden[request.seq_id][1] for request in asked]))
+        logits, state = network.step(0, state, tokens.to(state.device))
+
+        def advance(going: list[int], tokens: Tensor, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
+            return network.step(position + 1, state, tokens)
+
+        asked = [replace(request, k=min(request.k, network.num_heads)) for request in asked]
+        found = draft_chain(asked, keep, self.sampler, logits, state, advance, network.target_ids, self.vocab_size)
+        for i, draft in zip(known, found, strict=True):
+            drafts[i] = draft
+        return drafts
