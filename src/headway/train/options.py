@@ -1,0 +1,54 @@
+"""What `headway train` can be told; each field is a flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.config import DTYPES, option
+from headway.errors import ConfigError, unknown_key
+
+METHODS = ("eagle3",)
+LOSSES = ("forward_kl", "jensen_shannon", "reverse_kl", "total_variation")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    target: str = option("smollm2-135m", "the model to make a speculator for: a built-in name, a directory, a hub id")
+    out: str = option("", "directory of the speculator; run/ in it holds what a later run resumes from")
+    minutes: float = option(75.0, "time for everything, data included; the number of steps is planned to fit")
+    data: str | None = option(
+        None, "JSONL: one {\"messages\": [...]}, {\"prompt\": ...} or {\"text\": ...} a line; default: the model writes its own"
+    )
+    num_tokens: int | None = option(None, "answer tokens to write at most; default: what 45 % of the time allows")
+    num_steps: int | None = option(None, "optimizer steps; default: what the rest of the time allows")
+    draft_vocab_size: int = option(8192, "the drafter predicts over the most frequent tokens of the data; fewer are faster")
+    loss: str = option("forward_kl", "distance to the target's distribution", choices=LOSSES)
+    ttt_steps: int = option(4, "draft steps trained, each on the features of the one before (EAGLE-3's training-time test)")
+    on_policy: float = option(0.0, "share of the texts in which the drafter's own tokens replace some of the target's")
+    learning_rate: float = option(1e-3, "peak of the cosine schedule")
+    batch_tokens: int = option(4096, "positions per optimizer step")
+    cache_bytes: int = option(8 << 30, "hidden states kept on disk; the texts beyond are computed again in every epoch")
+    max_tokens: int = option(256, "answer tokens of one text at most")
+    seed: int = option(0, "seeds data, initial weights and order")
+    dtype: str = option("auto", "of the target and of matrix products in training", choices=DTYPES)
+    device: str = option("auto", "cpu, cuda, cuda:N, or auto")
+    num_threads: int | None = option(None, "CPU threads; default: torch's own choice")
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, accepted: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name} must be {accepted}, got {getattr(self, name)!r}")
+
+        check(bool(self.out), "out", "a directory (--out DIR)")
+        check(self.minutes > 0, "minutes", "> 0")
+        check(self.num_tokens is None or self.num_tokens >= 1, "num_tokens", ">= 1")
+        check(self.num_steps is None or self.num_steps >= 1, "num_steps", ">= 1")
+        check(self.draft_vocab_size >= 16, "draft_vocab_size", ">= 16")
+        check(1 <= self.ttt_steps <= 16, "ttt_steps", "in [1, 16]")
+        check(0.0 <= self.on_policy <= 1.0, "on_policy", "in [0, 1]")
+        check(0.0 < self.learning_rate < 1.0, "learning_rate", "in (0, 1)")
+        check(self.batch_tokens >= 16, "batch_tokens", ">= 16")
+        check(self.max_tokens >= 8, "max_tokens", ">= 8")
+        check(self.cache_bytes >= 0, "cache_bytes", ">= 0")
+        if self.loss not in LOSSES:
+            raise ConfigError(unknown_key("loss", self.loss, LOSSES))

@@ -1,0 +1,223 @@
+"""`headway train`, from nothing to a speculator: texts, hidden states, steps, export, what it reaches. Each stage resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.config import EngineConfig
+from headway.engine.engine import Engine
+from headway.errors import ConfigError
+from headway.models.decoder import Decoder
+from headway.train import card, data
+from headway.train.batches import collate
+from headway.train.data import Text, TextFile, read_texts
+from headway.train.eagle3 import Eagle3Head, HeadShape
+from headway.train.export import draft_vocabulary, write_speculator
+from headway.train.features import Features
+from headway.train.live import Live, accept_live
+from headway.train.loop import Trainer
+from headway.train.objective import Targets, mean_acceptance_length
+from headway.train.options import TrainOptions
+from headway.train.screen import Screen
+
+DATA_SHARE = 0.45       # of the time, for writing texts
+END_SHARE = 0.04        # for exporting and measuring what was reached
+NUM_HELD_OUT = 24
+MAX_TEXT = 1024         # tokens of one text, prompt included
+SLACK = 1.15            # training may take this much longer than planned before it is cut short
+
+
+def train(options: TrainOptions, command: str, screen: Screen) -> Live:
+    """Raises ConfigError or ModelError for what cannot work, TrainingError for a loss that is not a number, KeyboardInterrupt after
+    Ctrl-C; in the latter two cases the same command goes on where this one stopped."""
+    began = time.monotonic()
+    out = Path(options.out)
+    run = out / "run"
+    plan = _open_plan(run, options)
+    budget = options.minutes * 60.0
+    engine = Engine(EngineConfig(
+        model=options.target, dtype=options.dtype, device=options.device, seed=options.seed, num_threads=options.num_threads,
+    ), progress=True)  # fmt: skip
+    with _interruptible() as stopped:
+        spent = _Spent(plan, began)
+        texts, held_out = _write_texts(engine, options, run, spent.deadline(DATA_SHARE * budget), screen, stopped)
+        target = engine.model
+        ids = draft_vocabulary(_counts(texts, target.config.vocab_size), options.draft_vocab_size).to(target.device)
+        shape = HeadShape.of(target.config, len(ids))
+        features = Features(target, shape.layers, texts, run, options.cache_bytes)
+        with screen.bar("hidden states (tokens)", int(features.offsets[features.num_stored])) as advance:
+            features.store(advance)
+        head = new_head(shape, target, ids, options.seed)
+        batches = [collate(Features(target, shape.layers, held_out, run, 0).get([i]), options.ttt_steps) for i in range(len(held_out))]
+        trainer = Trainer(head, target, texts, features, batches, options, run)
+        trainer.load()
+        spent.save()
+        _check(stopped)
+        left = budget * (1.0 - END_SHARE) - spent.seconds
+        num_steps = plan.number("num_steps", lambda: options.num_steps or max(1, int(left / trainer.measure())))
+        screen.say(f"{len(texts)} texts, {sum(t.num_answer for t in texts)} answer tokens, {num_steps} steps")
+        deadline = time.monotonic() + SLACK * max(left, 1.0) if options.num_steps is None else float("inf")
+        with screen.steps(num_steps, run / "log.jsonl") as report:
+            trainer.run(num_steps, report, deadline, stopped)
+    spent.save()
+    _check(stopped)
+    rates = trainer.evaluate()
+    write_speculator(out, head.eval(), target, name=options.target, num_speculative_tokens=options.ttt_steps)
+    live = accept_live(engine, out, [text.token_ids[: text.num_prompt] for text in held_out], options, screen)
+    card.write(out, options, command, texts, trainer, rates, live, run / "log.jsonl")
+    screen.say(f"acceptance on texts never trained on: {', '.join(f'{r:.2f}' for r in rates)}; length {mean_acceptance_length(rates):.2f}")
+    return live
+
+
+def new_head(shape: HeadShape, target: Decoder, target_ids: torch.Tensor, seed: int) -> Eagle3Head:
+    """Random, but for what ends in words: final norm and output rows begin as the target's."""
+    torch.manual_seed(seed)
+    head = Eagle3Head(shape, target.config, target_ids.cpu())
+    with torch.no_grad():
+        head.lm_head.weight.copy_(Targets.of(target, target_ids).output.float())
+        head.norm.weight.copy_(target.norm.weight.float())
+    return head.to(target.device)
+
+
+def _write_texts(
+    engine: Engine, options: TrainOptions, run: Path, deadline: float, screen: Screen, stopped: Callable[[], bool]
+) -> tuple[list[Text], list[Text]]:
+    """(texts to learn from, held-out texts that the target wrote greedily)"""
+    longest = min(MAX_TEXT, engine.max_model_len)
+    prompts: list[list[int]] | None = None
+    ready: list[Text] = []
+    if options.data is not None:
+        prompts, ready = data.read_user_file(Path(options.data), engine, longest - options.max_tokens)
+    aside = _held_out_prompts(prompts, ready)
+    held_out_file = TextFile(run / "held_out.jsonl", [])
+    wanted = len(aside) if aside is not None else NUM_HELD_OUT
+    common: dict[str, Any] = {"max_tokens": options.max_tokens, "stopped": stopped}
+    with screen.bar("held-out texts (tokens)", None) as advance:
+        todo = None if aside is None else iter(aside[held_out_file.num_texts :])
+        data.write_texts(engine, held_out_file, todo, seed=options.seed + 1, deadline=float("inf"), num_tokens=None, num_texts=wanted,
+                         greedy=True, advance=advance, **common)  # fmt: skip
+    _check(stopped)
+    held_out = read_texts(held_out_file.path)
+    file = TextFile(run / "texts.jsonl", held_out)
+    for text in ready:
+        if file.is_new(text.token_ids[: text.num_prompt]):
+            file.add(text)
+    if prompts is not None or not ready:
+        with screen.bar("texts (answer tokens)", options.num_tokens) as advance:
+            advance(file.num_tokens)
+            todo = None if prompts is None else (prompt for prompt in prompts if file.is_new(prompt))
+            data.write_texts(engine, file, todo, seed=options.seed, deadline=deadline, num_tokens=options.num_tokens, advance=advance,
+                             **common)  # fmt: skip
+    _check(stopped)
+    texts = read_texts(file.path)
+    if not texts:
+        raise ConfigError("no text was written in the time: give more --minutes")
+    return texts, held_out
+
+
+def _held_out_prompts(prompts: list[list[int]] | None, ready: list[Text]) -> list[list[int]] | None:
+    """Taken from the user's data, where there is any: every tenth at most, and never learned."""
+    if prompts:
+        count = min(NUM_HELD_OUT, max(1, len(prompts) // 10))
+        aside, prompts[:] = prompts[:count], prompts[count:]
+        return aside
+    if ready:
+        count = min(NUM_HELD_OUT, max(1, len(ready) // 10))
+        aside, ready[:] = [text.token_ids[: text.num_prompt] for text in ready[:count]], ready[count:]
+        return aside
+    return None
+
+
+def _counts(texts: list[Text], vocab_size: int) -> torch.Tensor:
+    answers = torch.tensor([token for text in texts for token in text.token_ids[text.num_prompt :]])
+    return torch.bincount(answers, minlength=vocab_size)
+
+
+# -- what a later run needs to know ---------------------------------------------------------------------------------
+
+
+class _Plan:
+    """run/plan.json: the options it was started with, and decisions that must not change when it is resumed."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path, self.values = path, values
+
+    def number(self, key: str, decide: Callable[[], int]) -> int:
+        if key not in self.values:
+            self.set(key, decide())
+        return int(self.values[key])
+
+    def set(self, key: str, value: Any) -> None:
+        self.values[key] = value
+        self.path.write_text(json.dumps(self.values, indent=2) + "\n", encoding="utf-8")
+
+
+class _Spent:
+    """Seconds used by all runs so far."""
+
+    def __init__(self, plan: _Plan, began: float) -> None:
+        self.plan, self.began = plan, began
+        self.before = float(plan.values.get("seconds", 0.0))
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.monotonic() - self.began
+
+    def deadline(self, budget: float) -> float:
+        return time.monotonic() + budget - self.seconds
+
+    def save(self) -> None:
+        self.plan.set("seconds", self.seconds)
+
+
+# What may change between a run and its resumption.
+_FREE = {"minutes", "num_threads", "cache_bytes", "out"}
+
+
+def _open_plan(run: Path, options: TrainOptions) -> _Plan:
+    run.mkdir(parents=True, exist_ok=True)
+    given = {key: value for key, value in dataclasses.asdict(options).items() if key not in _FREE}
+    path = run / "plan.json"
+    values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"options": given}
+    changed = [key for key in given if values["options"].get(key) != given[key]]
+    if changed:
+        key = changed[0]
+        raise ConfigError(
+            f"{run} was started with {key}={values['options'].get(key)!r}, now it is {given[key]!r}; give the same, or another --out"
+        )
+    return _Plan(path, values)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C asks for a stop at the next clean point; a second one does not wait."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def ask(_signal: int, _frame: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise KeyboardInterrupt
