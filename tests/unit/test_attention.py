@@ -117,6 +117,13 @@ def test_a_long_prefill_over_a_long_context(model: Decoder) -> None:
     assert_equal(paged)
 
 
+def test_prompts_of_about_a_chunk_together(model: Decoder) -> None:
+    """One just above the chunk size, one just below: padding would be cheap, but chunks are taken of one row at a time."""
+    paged = Paged(model, random_sequences([130, 120, 127, 5]), 16)
+    paged.step({0: 130, 1: 120, 2: 127, 3: 5})
+    assert_equal(paged)
+
+
 @pytest.mark.parametrize("window", [3, 24, 200])
 def test_a_window_is_honoured_in_every_kind_of_row(tmp_path: Path, window: int) -> None:
     model = load_model(str(tiny_model_dir(tmp_path, "mistral", sliding_window=window)), dtype="float32", device="cpu")

@@ -182,7 +182,8 @@ def _group(rows: Sequence[Row], by_size: list[int]) -> list[list[int]]:
         top = max(context, top_context)
         full = top * (1.0 + QUERY_COST * top_length)
         more = full - context * (1.0 + QUERY_COST * length) + (top - top_context) * len(groups[-1] if groups else ())
-        if not groups or length >= CHUNK or waste + more > TILE_OVERHEAD or top * (len(groups[-1]) + 1) > TILE_TOKENS:
+        full_up = waste + more > TILE_OVERHEAD or top * (len(groups[-1] if groups else ()) + 1) > TILE_TOKENS
+        if not groups or length >= CHUNK or top_length > CHUNK or full_up:   # a row attended in chunks is alone
             groups.append([i])
             waste, top_context, top_length = 0.0, context, length
         else:
