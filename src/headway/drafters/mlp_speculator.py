@@ -29,7 +29,7 @@ class MLPSpeculator(HiddenHeads):
 
 
 class MLPSpeculatorNetwork:
-    target_ids = None
+    target_ids: Tensor | None = None
 
     def __init__(
         self, embeddings: list[Tensor], projections: list[Linear], norms: list[tuple[Tensor, Tensor]], outputs: list[Linear],
