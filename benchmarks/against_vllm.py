@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -84,6 +85,7 @@ def measure(server: Server, others: list[Server], concurrency: int, options: arg
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="the vllm executable")
+    parser.add_argument("--model", default="smollm2-135m", help="anything `headway serve` takes")
     parser.add_argument("--spec", choices=("off", "ngram"), default="off")
     parser.add_argument("--workload", default="code-edit")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
@@ -92,7 +94,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    directory = str(hub.resolve("smollm2-135m"))
+    directory = str(hub.resolve(options.model))
     speculation = [] if options.spec == "off" else ["--speculative-config", json.dumps(NGRAM)]
     common = ["--max-model-len", "2048", "--max-num-seqs", "64", *(["--port", "8101"])]
     vllm = Server(
@@ -121,7 +123,7 @@ def main() -> None:
             server.signal(signal.SIGKILL)
     document = {
         "benchmark": "against_vllm", "spec": options.spec, "ready_s": {"vllm": vllm.ready_s, "headway": headway.ready_s}, "cells": cells,
-        "command": " ".join(["benchmarks/against_vllm.py", *(Path(word).name if "/bin/" in word else word for word in sys.argv[1:])]),
+        "command": " ".join(["benchmarks/against_vllm.py", *(re.sub(r"/[^ :]*/", "", word) for word in sys.argv[1:])]),
         **describe(),
     }  # fmt: skip
     options.output.parent.mkdir(exist_ok=True)
