@@ -131,12 +131,12 @@ def test_both_spellings_of_speculation(read: Read, words: list[str], given: Any)
     ],
 )
 def test_policy_text(text: str, options: dict[str, Any]) -> None:
-    assert settings._policy(text) == options
+    assert settings.policy_from_text(text) == options
 
 
 def test_policy_text_with_a_stray_word() -> None:
     with pytest.raises(ConfigError, match="'b' is not KEY=VALUE"):
-        settings._policy("name:a=1,b")
+        settings.policy_from_text("name:a=1,b")
 
 
 def test_the_two_spellings_exclude_each_other(read: Read) -> None:

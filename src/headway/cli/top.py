@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   headway top
   headway top http://127.0.0.1:8000 --interval 5
-  headway top --once | tee frame.txt
+  headway top --once --interval 10
 
 Reads Headway's and vLLM's metrics. A terminal gets a live view (Ctrl-C ends it), anything else plain text, one frame per interval.
 """
