@@ -92,7 +92,7 @@ def speculation(args: argparse.Namespace) -> tuple[SpeculativeConfig | None, lis
         names = ", ".join("--" + name.replace("_", "-") for name in shortcuts)
         raise ConfigError(f"{names} cannot be combined with --speculative-config: put it into the JSON")
     if shortcuts:
-        given = {SHORTCUTS[name]: _policy(value) if name == "spec_policy" else value for name, value in shortcuts.items()}
+        given = {SHORTCUTS[name]: policy_from_text(value) if name == "spec_policy" else value for name, value in shortcuts.items()}
         sources = {SHORTCUTS[name]: source_of(args, name) for name in shortcuts}
     else:
         text = getattr(args, "speculative_config", DEFAULT_SPECULATION)
@@ -134,7 +134,7 @@ def _speculation_settings(config: SpeculativeConfig, given: Mapping[str, Any], s
     return settings
 
 
-def _policy(text: str) -> dict[str, Any]:
+def policy_from_text(text: str) -> dict[str, Any]:
     """ "name:key=value,..." -> {"name": name, key: value}. Values are JSON where they can be, text otherwise.
 
     "package.module:Class" is a name too, so a colon starts options only when an "=" follows before the next colon.
