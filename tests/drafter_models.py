@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from headway import plugins
 from tests import heads
 
+
+def noisy_copy(folder: Path, target: Path, noise: float, seed: int = 0) -> Path:
+    """A model like `target` whose weights are off by `noise` of their size: it often says the same, and often not."""
+    directory = folder / "noisy"
+    shutil.copytree(target, directory)
+    random = torch.Generator().manual_seed(seed)
+    state = load_file(target / "model.safetensors")
+    state = {name: w + noise * w.std() * torch.randn(w.shape, generator=random) for name, w in state.items()}
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def _draft_model(folder: Path, target: Path) -> dict[str, Any]:
+    return {"model": str(noisy_copy(folder, target, 0.05))}
+
+
 MAKERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "draft_model": _draft_model,
     "eagle": lambda folder, target: {"model": str(heads.eagle3_dir(folder / "eagle3", target))},
     "medusa": lambda folder, target: {"model": str(heads.medusa_dir(folder / "medusa", target))},
     "mlp_speculator": lambda folder, target: {"model": str(heads.mlp_speculator_dir(folder / "mlp", target))},

@@ -109,7 +109,7 @@ def test_confidence_is_made_from_the_prefix_only(history: list[int], k: int) -> 
 def test_defaults_are_filled_as_vllm_fills_them(given_options: dict[str, int], bounds: tuple[int, int]) -> None:
     config = SpeculativeConfig.parse({"method": "ngram", **given_options})
     assert config is not None
-    assert Ngram.Options(**config.drafter_options).bounds == bounds
+    assert Ngram.Options(**config.options_of("ngram")).bounds == bounds
     assert isinstance(config.build_drafter(), Ngram)
 
 

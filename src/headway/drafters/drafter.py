@@ -33,7 +33,8 @@ Keep = Callable[[Sequence[int], int, NDArray[np.float64]], NDArray[np.bool_]]
 class DraftRequest:
     """One sequence that is to be continued by at most `k` >= 1 tokens. `token_ids` is the live history: do not change it.
 
-    block_table  the sequence's blocks in the target's K/V cache, live: room for the history and, unless blocks ran out, k drafts
+    block_table    the sequence's blocks in the target's K/V cache, live: room for the history and, unless blocks ran out, k drafts
+    num_tentative  so many tokens at the end of the history are drafts themselves: to be continued, not to be remembered
     """
 
     seq_id: int
@@ -42,6 +43,7 @@ class DraftRequest:
     k: int
     greedy: bool
     block_table: list[int] = field(default_factory=list)
+    num_tentative: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,11 @@ class Ngram(Drafter):
 
     def _draft(self, request: DraftRequest) -> Draft:
         history = request.token_ids
+        known = len(history) - request.num_tentative
         index = self._indices.get(request.seq_id)
-        if index is None or index.end > len(history):
+        if index is None or index.end > known:
             index = self._indices[request.seq_id] = NgramIndex(self._orders)
-        index.extend(history[index.end :])
+        index.extend(history[index.end : known])
         for order in reversed(self._orders):
             if order >= len(history):
                 continue

@@ -112,10 +112,11 @@ class Suffix(Drafter):
 
     def _draft(self, request: DraftRequest) -> Draft:
         history = request.token_ids
+        known = len(history) - request.num_tentative
         index = self._indices.get(request.seq_id)
-        if index is None or index.end > len(history):
+        if index is None or index.end > known:
             index = self._indices[request.seq_id] = NgramIndex(ORDERS)
-        index.extend(history[index.end :])
+        index.extend(history[index.end : known])
         depth = self.options.suffix_decoding_max_tree_depth
         tail, k = history[-depth:], min(request.k, depth)
         # The last position is no earlier place: it is the end of the text itself.

@@ -43,6 +43,16 @@ class ModelConfig:
     def windows(self) -> tuple[int | None, ...]:
         return self.features.windows or (None,) * self.num_layers
 
+    @property
+    def num_parameters(self) -> int:
+        hidden, features = self.hidden_size, self.features
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = (q_size + 2 * kv_size) * (hidden + features.qkv_bias) + hidden * (q_size + features.o_bias)
+        mlp = 2 * self.intermediate_size * (hidden + features.mlp_bias) + hidden * (self.intermediate_size + features.mlp_bias)
+        norms = 2 * hidden + 2 * self.head_dim * features.qk_norm
+        tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * (attention + mlp + norms) + tables + hidden
+
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
         """Reads config.json and generation_config.json; ModelError when they are missing, broken or not supported."""

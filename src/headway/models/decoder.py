@@ -45,12 +45,14 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, cache: KVCache, hidden_layers: Sequence[int] = ()
+        self, token_ids: Tensor, positions: Tensor, plan: AttentionPlan, cache: KVCache, hidden_layers: Sequence[int] = (),
+        num_layers: int | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """One pass over all rows of a step; K/V of the rows is written to `cache`.
 
         token_ids, positions  int64 [num_tokens], in the order of the plan's rows
         hidden_layers         whose outputs to return as well: 0 is the first layer's, -1 the hidden states after the final norm
+        num_layers            how many of the first layers to run before the final norm; None: all
         returns               (hidden states after the final norm [num_tokens, hidden], one tensor of that shape per asked-for layer)
         """
         if plan.order is not None:
@@ -59,7 +61,7 @@ class Decoder:
         x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden]
         kept: dict[int, Tensor] = {}
         begin = 0
-        for end in sorted({len(self.layers), *(index + 1 for index in hidden_layers if index >= 0)}):
+        for end in sorted({num_layers or len(self.layers), *(index + 1 for index in hidden_layers if index >= 0)}):
             kept[end - 1] = x = self._run(x, begin, end, plan, cache)
             begin = end
         kept[-1] = x = self.norm(x)
