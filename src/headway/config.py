@@ -196,6 +196,7 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "reuse K/V blocks of equal prefixes")
     num_threads: int | None = option(None, "CPU threads of the forward pass; default: torch's own choice")
     trace: str | None = option(None, "file to write one JSON line per step to, for `headway replay` and `headway tune`")
+    profile: bool = option(True, "measure what steps cost before serving, for the policies that ask; kept on disk, 3 s the first time")
     speculative: SpeculativeConfig | None = option(None, "how to speculate; None: plain decoding")
 
     def __post_init__(self) -> None:

@@ -342,7 +342,8 @@ class ShadowFeedback:
 
     Draft tokens [num_verified, num_drafts) were compared, those before had been verified and accepted. The first `num_confirmed` of the
     compared ones are what the target wrote; when they are not all, the next one is not. A sequence that ended sooner cuts
-    `num_drafts` to what could be compared. Only drafts that are a function of the prefix are shadowed.
+    `num_drafts` to what could be compared; 0 means that the drafter had nothing to propose. Only drafts that are a function of the
+    prefix are shadowed.
     """
 
     seq_id: int

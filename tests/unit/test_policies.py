@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from headway import plugins
 from headway.config import SpeculativeConfig
+from headway.control.costs import CostModel
 from headway.control.policies.batch_table import BatchTable
 from headway.control.policies.disable_by_batch_size import DisableByBatchSize
 from headway.control.policies.static import Static
-from headway.control.policy import BatchView, DraftView, Policy, SequenceView
+from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup
 from headway.errors import ConfigError
 from headway.types import Choice
 
@@ -188,6 +189,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 )
 def test_a_plan_stays_within_what_is_allowed(sequences: list[tuple[bool, int]], max_k: int, name: str) -> None:
     policy = make({"policy": {"name": name, **REQUIRED.get(name, {})}})
+    policy.start(Setup((DrafterView("suffix", True), DrafterView("ngram", True)), max_k, CostModel()))
     shown = view(*(sequence(i, decoding=decoding, max_k=most) for i, (decoding, most) in enumerate(sequences)), max_k=max_k)
     for seq_id, choice in policy.plan(shown).items():
         decoding, most = sequences[seq_id]

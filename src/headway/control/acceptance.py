@@ -250,7 +250,9 @@ class Acceptance:
         x = np.stack([logit[known], np.ones(int(known.sum()))])
         p = predicted[known]
         self._curvature = self._curvature * max(0.0, 1.0 - x.shape[1] / _POOL_MEMORY) + (x * (p * (1.0 - p))) @ x.T
-        step = np.linalg.solve(self._curvature + 0.05 * np.eye(2), x @ (hit[known] - p))
+        (a, b), (_, c) = (self._curvature + 0.05 * np.eye(2)).tolist()
+        u, v = (x @ (hit[known] - p)).tolist()
+        step = np.array([c * u - b * v, a * v - b * u]) / (a * c - b * b)
         self._line = np.clip(self._line + np.clip(step, -0.5, 0.5), -3.0, 3.0)
 
     def _score(self, predicted: FloatArray, hit: FloatArray) -> None:

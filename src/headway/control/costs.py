@@ -12,7 +12,7 @@ and S steps, after W tokens it has not seen (it slept), is
 Observations are averaged in cells (similar steps), so memory and time stay bounded however long it runs; old cells lose weight, which
 is the forgetting, and a cell nobody visits keeps what it knew, scaled by `speed`, the one factor that follows the machine at once (a
 noisy neighbour, another clock). The coefficients minimise the squared relative error under the constraint, shrunk towards a smooth curve
-where there is no data. A step far from its prediction moves nothing until several in a row agree with it.
+where there is no data. A step that took far too long moves nothing until several in a row agree with it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ _MEMORY = 24.0          # observations a cell remembers
 _PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
 _HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
 _MAX_CELLS = 320
-_REFIT_EVERY = 32       # observations
+_REFIT_EVERY = 128      # observations, at most
 _RECENT = 128           # errors that `error` is the median of
 _TRACK = 0.06           # how fast `speed` follows
+_REGIME = 0.2           # change of speed, as a logarithm, after which all cells count less: not everything slows down alike
+_LEAST_WEIGHT = 0.1     # a cell that counts less is forgotten
+_DEVALUE = 3.0          # how much less: 30 % of a change halves them
 _OUTLIER_RUN = 6        # this many outliers in a row are no outliers
 
 
@@ -68,20 +71,25 @@ class CostModel:
     def __init__(self) -> None:
         self._target = _Fit(_target_design, _target_smooth())
         self._drafters: dict[str, _Fit] = {}
+        self._theta: FloatArray | None = None   # what the next two were made from
+        self._heights = KNOTS                   # f at the knots
+        self._others: list[float] = []
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
     def predict(self, num_rows: float, num_tokens: ArrayLike, num_context_tokens: float, num_prefill_tokens: float = 0.0) -> FloatArray:
         """Milliseconds of everything in a step but drafting, for each entry of `num_tokens` (any shape)."""
         fit, rows = self._target, max(1.0, float(num_rows))
+        if self._theta is not fit.theta:
+            self._theta, count = fit.theta, len(KNOTS)
+            self._heights = np.cumsum(fit.theta[:count])
+            self._others = (fit.theta[count:] / _SCALES).tolist()
+        per_row, per_logit, per_context, per_pair, per_prefill = self._others
         tokens = np.asarray(num_tokens, dtype=np.float64)
-        count = len(KNOTS) - 1
-        heights = np.concatenate([fit.theta[:1], fit.theta[0] + np.cumsum(fit.theta[1 : count + 1])])
-        per_row, per_logit, per_context, per_pair, per_prefill = fit.theta[count + 1 :] / _SCALES
         sampled = tokens - num_prefill_tokens
         fixed = per_row * rows + per_context * num_context_tokens + per_prefill * num_prefill_tokens
         growing = (per_logit + per_pair * num_context_tokens / rows) * sampled
-        result: FloatArray = fit.speed * (np.interp(tokens, KNOTS, heights) + fixed + growing)
+        result: FloatArray = fit.speed * (np.interp(tokens, KNOTS, self._heights) + fixed + growing)
         return result
 
     def predict_draft(self, drafter: str, num_rows: int, num_steps: int, num_catch_up: int = 0) -> float:
@@ -116,11 +124,12 @@ class CostModel:
         drafting = sum(part.draft_ms for part in feedback.drafters) if feedback.drafters else feedback.draft_ms
         work = (feedback.num_rows or len(feedback.sequences), feedback.num_tokens, feedback.num_context_tokens, feedback.num_prefill_tokens)
         if feedback.num_tokens > 0 and work[0] > 0:
-            self._target.observe(work, feedback.step_ms - drafting)
+            self._target.observe(work, feedback.step_ms - drafting, float(self.predict(*work)))
         for part in feedback.drafters:
             if part.num_rows > 0:
-                fit = self._drafters.setdefault(part.drafter, _Fit(_draft_design, np.eye(5)))
-                fit.observe((part.num_rows, part.num_steps, part.num_catch_up), part.draft_ms)
+                fit = self._drafters.setdefault(part.drafter, _Fit(_draft_design, _DRAFT_SMOOTH))
+                asked = (part.num_rows, part.num_steps, part.num_catch_up)
+                fit.observe(asked, part.draft_ms, fit.predict(asked))
 
     def learn(self, measured: Iterable[tuple[Work, float]]) -> None:
         """Measurements of a profile, (work, milliseconds): taken as they are, in one fit."""
@@ -148,7 +157,7 @@ class CostModel:
                 raise ValueError(f"a cost model of format {document['format']!r}; this version reads {FORMAT}")
             model._target.load(document["target"])
             for name, saved in document["drafters"].items():
-                model._drafters[str(name)] = _Fit(_draft_design, np.eye(5))
+                model._drafters[str(name)] = _Fit(_draft_design, _DRAFT_SMOOTH)
                 model._drafters[str(name)].load(saved)
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"not a saved cost model: {error!r}") from error
@@ -189,9 +198,12 @@ class _Fit:
         self._cells: dict[tuple[int, ...], _Cell] = {}
         self._recent = np.zeros(_RECENT)
         self._num_recent = 0
-        self._run = 0               # outliers in a row
+        self._next_refit = 2
+        self._typical = 0.3         # log error that is nothing special
+        self._outliers: list[float] = []   # log errors of the latest steps, as long as each is one
         self.theta = smooth @ np.full(smooth.shape[1], 1.0 / smooth.shape[1])
         self.speed = 1.0
+        self._fitted_speed = 1.0    # when what is in the cells was last devalued
         self.num_observed = 0
 
     @property
@@ -201,27 +213,35 @@ class _Fit:
     def predict(self, raw: Sequence[float]) -> float:
         return self.speed * float((self._design(np.array([raw], dtype=np.float64)) @ self.theta)[0])
 
-    def observe(self, raw: Sequence[float], ms: float) -> None:
+    def observe(self, raw: Sequence[float], ms: float, predicted: float) -> None:
         if not (math.isfinite(ms) and ms > 0.0):
             return
-        predicted = self.predict(raw)
         if not self._cells or predicted <= 0.0:
             self.learn(raw, ms)
             self.refit()
             self.num_observed += 1
             return
         log_error = math.log(ms / predicted)
-        typical = max(0.02, 1.5 * self.error) if self._num_recent >= 8 else 0.3
+        if self._num_recent % 8 == 0:
+            self._typical = max(0.02, 1.5 * self.error) if self._num_recent else 0.3
         self._recent[self._num_recent % _RECENT] = abs(predicted / ms - 1.0)
         self._num_recent += 1
         self.num_observed += 1
-        bound = 3.0 * typical
+        bound = 3.0 * self._typical
         self.speed *= math.exp(_TRACK * min(bound, max(-bound, log_error)))
-        self._run = self._run + 1 if abs(log_error) > max(0.7, 2.0 * bound) else 0
-        if 0 < self._run < _OUTLIER_RUN:
+        # Only a pause makes a single step an outlier: nothing makes one too fast.
+        self._outliers = [*self._outliers, log_error] if log_error > max(0.7, 2.0 * bound) else []
+        if 0 < len(self._outliers) < _OUTLIER_RUN:
             return
+        if self._outliers:   # so many in a row are no outliers: the machine has changed
+            self.speed *= math.exp(float(np.median(self._outliers)))
+            self._outliers = []
+            self.refit()
         self.learn(raw, ms)
-        if self.num_observed % _REFIT_EVERY == 0 or self.num_observed in (2, 4, 8, 16):
+        changed = abs(math.log(self.speed / self._fitted_speed)) > _REGIME
+        if changed or self.num_observed >= self._next_refit:
+            # The longer nothing changes, the less there is to learn.
+            self._next_refit = self.num_observed + min(_REFIT_EVERY, max(2, self.num_observed // 2))
             self.refit()
 
     def learn(self, raw: Sequence[float], ms: float, weight: float = 1.0) -> None:
@@ -241,6 +261,13 @@ class _Fit:
         """Minimises sum of weight * (prediction / ms - 1)^2 over theta >= 0, first for the smooth curve, then around it."""
         if not self._cells:
             return
+        change = abs(math.log(self.speed / self._fitted_speed))
+        if change > _REGIME:
+            self._fitted_speed = self.speed
+            for key, cell in list(self._cells.items()):
+                cell.weight *= math.exp(-_DEVALUE * change)
+                if cell.weight < _LEAST_WEIGHT and len(self._cells) > 1:
+                    del self._cells[key]
         cells = list(self._cells.values())
         ms = np.array([cell.ms for cell in cells])
         age = self.num_observed - np.array([cell.seen for cell in cells], dtype=np.float64)
@@ -266,7 +293,8 @@ class _Fit:
             if not all(map(math.isfinite, (*raw, ms, weight))) or ms <= 0.0 or weight <= 0.0:
                 raise ValueError("not a saved cost model: a cell is not finite and positive")
             self._cells[tuple(int(part) for part in key)] = _Cell(np.array(raw), ms, weight, int(seen))
-        self.speed, self.num_observed = float(saved["speed"]), int(saved["num_observed"])
+        self.speed = self._fitted_speed = float(saved["speed"])
+        self.num_observed = int(saved["num_observed"])
         self.refit()
 
 
@@ -309,6 +337,10 @@ def _target_smooth() -> FloatArray:
     smooth[1 : 1 + count, 2] = np.where(early, 0.0, _WIDTHS) / 256.0
     smooth[1 + count :, 3:] = np.eye(5)
     return smooth
+
+
+# Rows, rows * steps, catching up: what is paid once whatever the number of rows has to show in the data.
+_DRAFT_SMOOTH = np.eye(5)[:, [1, 3, 4]]
 
 
 def _draft_design(raw: FloatArray) -> FloatArray:

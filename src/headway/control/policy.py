@@ -53,6 +53,7 @@ class SequenceView:
     priority: int
     num_drafts: int           # verified so far in this sequence
     num_accepted: int
+    num_pending: int = 1      # known tokens that are not computed yet: 1 when it decodes, what is left of its prompt before
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from headway.control.costs import CostModel
 from headway.control.policy import BatchView, DrafterView, DraftView, Policy, Setup
 from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, DraftRequest, Target, keep_all
-from headway.engine import admission, prompt_logprobs
+from headway.engine import admission, profile, prompt_logprobs
 from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
 from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
@@ -110,7 +110,8 @@ class Engine:
         self._observe_s = 0.0   # the policy's time after the step before
         if self.policy:
             views = tuple(DrafterView(name, drafter.deterministic) for name, drafter in self.drafters.items())
-            self.policy.start(Setup(views, self.scheduler.max_k, CostModel()))
+            costs = profile.cost_model(self) if self.policy.needs_costs and config.profile else CostModel()
+            self.policy.start(Setup(views, self.scheduler.max_k, costs))
 
     # -- requests -------------------------------------------------------------------------------------------------
 

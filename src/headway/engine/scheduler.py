@@ -79,6 +79,7 @@ class Scheduler:
                     priority=seq.request.priority,
                     num_drafts=seq.stats.num_draft_tokens,
                     num_accepted=seq.stats.num_accepted_tokens,
+                    num_pending=seq.num_tokens - seq.num_computed,
                 )
                 for seq in self.running
             ),

@@ -34,7 +34,9 @@ class Shadows:
 
     def add(self, seq: Sequence, drafter: str, draft: Draft, num_verified: int) -> None:
         """`draft` follows the last known token of `seq`; its first `num_verified` tokens go to verification now."""
-        if draft.probs is None and len(draft) > num_verified and not self.waits(seq.seq_id, drafter):
+        if not draft.tokens:
+            self._resolved.append(ShadowFeedback(seq.seq_id, drafter, 0, 0, 0))
+        elif draft.probs is None and len(draft) > num_verified and not self.waits(seq.seq_id, drafter):
             shadow = _Shadow(drafter, draft, num_verified, num_verified, len(seq.token_ids) + num_verified)
             self._live.setdefault(seq.seq_id, []).append(shadow)
 

@@ -1,0 +1,295 @@
+"""The goodput policy in a computed world: what it converges to, what it loses on the way, and what it survives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import numpy as np
+import pytest
+
+from headway.control.costs import CostModel
+from headway.control.policies.goodput import Goodput
+from headway.control.policy import BatchView, DrafterView, DraftView, SequenceView, Setup
+from headway.errors import ConfigError
+from headway.types import Feedback, SequenceFeedback
+from tests.closed_loop import DrafterCost, Fixed, Texture, World, cpu, gpu, run
+
+EDIT = Texture(hit=0.9, rate=0.93)
+CHAT = Texture(hit=0.15, rate=0.4, length=4)
+NEVER = Texture(hit=0.3, rate=0.02, length=4)
+SUFFIX = {"suffix": DrafterCost(0.01, 0.06)}
+STEPS = 240
+
+Textures = Callable[[int, int], Mapping[str, Texture]]
+
+
+def always(texture: Texture) -> Textures:
+    return lambda step, request: {"suffix": texture}
+
+
+def half_and_half(step: int, request: int) -> Mapping[str, Texture]:
+    return {"suffix": EDIT if request % 2 else CHAT}
+
+
+WORKLOADS: dict[str, Textures] = {"edit": always(EDIT), "chat": always(CHAT), "never": always(NEVER), "half": half_and_half}
+
+
+@cache
+def rate(workload: str, num_requests: int, k: int) -> float:
+    world = World(num_requests, WORKLOADS[workload], drafters=SUFFIX)
+    return run(Fixed(k), world, STEPS).rate()
+
+
+@pytest.mark.parametrize("num_requests", [1, 4, 16, 48])
+@pytest.mark.parametrize("workload", list(WORKLOADS))
+def test_regret_against_the_best_fixed_k(workload: str, num_requests: int) -> None:
+    """Learning included, from a cold start of everything but the cost model."""
+    reached = run(Goodput(), World(num_requests, WORKLOADS[workload], drafters=SUFFIX), STEPS).rate()
+    assert reached >= 0.97 * rate(workload, num_requests, 0)
+    assert reached >= 0.95 * max(rate(workload, num_requests, k) for k in (0, 2, 4, 8))
+
+
+def test_a_mixed_batch_beats_every_fixed_k() -> None:
+    best = max(rate("half", 16, k) for k in (0, 1, 2, 3, 4, 6, 8))
+    result = run(Goodput(), World(16, half_and_half, drafters=SUFFIX), STEPS)
+    assert result.rate() >= 1.02 * best
+    drafts = result.k_by_request[60:].mean(axis=0)
+    assert drafts[1::2].min() > 5.0 * drafts[0::2].max()   # each request gets what pays for it
+
+
+def test_a_cold_start_without_a_profile_learns_the_costs() -> None:
+    world = World(16, WORKLOADS["edit"], drafters=SUFFIX)
+    result = run(Goodput(), world, STEPS, profiled=False)
+    assert result.rate(60) >= 0.95 * max(rate("edit", 16, k) for k in (0, 2, 4, 8))
+
+
+def test_recovers_within_100_steps_of_a_switch() -> None:
+    def drifting(step: int, request: int) -> Mapping[str, Texture]:
+        return {"suffix": EDIT if (step // 200) % 2 else CHAT}
+
+    world = World(24, drifting, drafters=SUFFIX)
+    adaptive, plain, deep = (run(policy, world, 800) for policy in (Goodput(), Fixed(0), Fixed(8)))
+    for start in (200, 600):      # to edits
+        assert adaptive.rate(start + 100, start + 200) >= 0.93 * deep.rate(start + 100, start + 200)
+    for start in (400,):          # to chat
+        assert adaptive.rate(start + 100, start + 200) >= 0.97 * plain.rate(start + 100, start + 200)
+    assert adaptive.rate() >= 1.02 * max(plain.rate(), deep.rate())
+
+
+def test_follows_costs_that_change() -> None:
+    """Verification becomes a hundred times as dear in the middle of the run: what was right before is wrong after."""
+    world = World(16, always(Texture(hit=0.9, rate=0.8)), cost=gpu, later=(150, cpu), drafters=SUFFIX)
+    result = run(Goodput(), world, 500)
+    fixed = [run(Fixed(k), world, 500) for k in (0, 2, 4, 8)]
+    for start, end in ((50, 150), (300, 500)):
+        assert result.rate(start, end) >= 0.92 * max(other.rate(start, end) for other in fixed)
+
+
+@pytest.mark.parametrize("factor", [1.3, 3.0])
+def test_a_machine_that_slows_down_changes_nothing_else(factor: float) -> None:
+    world = World(16, WORKLOADS["edit"], drafters=SUFFIX, slowdown=lambda step: factor if step >= 100 else 1.0)
+    result, best = run(Goodput(), world, STEPS), run(Fixed(4), world, STEPS)
+    assert result.rate(100) >= 0.93 * best.rate(100)
+
+
+def test_adversarial_flips_cost_little() -> None:
+    """The workload turns round just as it has been learned, again and again."""
+    def flipping(step: int, request: int) -> Mapping[str, Texture]:
+        return {"suffix": EDIT if (step // 25) % 2 else NEVER}
+
+    world = World(16, flipping, drafters=SUFFIX)
+    assert run(Goodput(), world, 600).rate() >= 0.97 * run(Fixed(0), world, 600).rate()
+
+
+@pytest.mark.parametrize("told", [lambda rate: 0.99, lambda rate: 1.0 - rate, lambda rate: float("nan"), None])
+def test_a_lying_confidence_costs_little(told: Callable[[float], float] | None) -> None:
+    for texture, workload in ((Texture(0.3, 4, 0.02, told), "never"), (Texture(0.9, 16, 0.93, told), "edit")):
+        reached = run(Goodput(), World(16, always(texture), drafters=SUFFIX), STEPS).rate()
+        assert reached >= 0.95 * max(rate(workload, 16, k) for k in (0, 4))
+
+
+def test_one_request_that_always_misses_among_fifty_that_always_hit() -> None:
+    def textures(step: int, request: int) -> Mapping[str, Texture]:
+        return {"suffix": Texture(hit=1.0, rate=0.0 if request == 7 else 0.97, told=None)}
+
+    result = run(Goodput(), World(51, textures, drafters=SUFFIX, cost=gpu), 150)
+    drafts = result.k_by_request[50:].mean(axis=0)
+    assert drafts[7] < 0.5
+    assert np.delete(drafts, 7).min() > 2.0
+
+
+# -- the guard --------------------------------------------------------------------------------------------------------
+
+
+class Optimist(Goodput):
+    """Believes that drafts are nearly free to verify and nearly always right: the guard alone is left."""
+
+    def start(self, setup: Setup) -> None:
+        super().start(setup)
+        for drafter in self._drafters:
+            drafter.worth.predict = lambda slots, step: np.full(len(slots), 5.0)   # type: ignore[method-assign]
+            drafter.values = lambda drafts: np.where(   # type: ignore[method-assign]
+                np.arange(max(draft.length for draft in drafts)) < np.array([draft.length for draft in drafts])[:, None], 0.99, 0.0
+            )
+
+
+def test_the_guard_bounds_the_loss_of_a_choice_that_is_wrong() -> None:
+    world = World(16, WORKLOADS["never"], drafters=SUFFIX, max_k=8)
+    plain, naive, guarded = run(Fixed(0), world, 900), run(Fixed(8), world, 900), run(Optimist(), world, 900)
+    assert naive.rate() < 0.93 * plain.rate()
+    assert guarded.rate() >= 0.97 * plain.rate()
+    assert guarded.rate(300) >= 0.98 * plain.rate(300)
+
+
+def test_plain_steps_are_rare() -> None:
+    result = run(Goodput(), World(4, always(Texture(hit=1.0, rate=0.9)), drafters=SUFFIX), 1000)
+    plain = (result.drafts == 0).sum()
+    assert 1 <= plain <= 20
+
+
+def test_a_drafter_that_was_switched_off_comes_back() -> None:
+    def textures(step: int, request: int) -> Mapping[str, Texture]:
+        return {"suffix": EDIT if step >= 400 else NEVER}
+
+    result = run(Goodput(), World(8, textures, drafters={"suffix": DrafterCost(0.2, 0.3)}), 800, keep=True)
+    assert any("off" in feedback.reason or "does not pay" in feedback.reason for feedback in result.feedback[:400])
+    assert result.drafts[700:].mean() > 8 * 2
+
+
+def test_drafting_that_does_not_pay_costs_almost_nothing() -> None:
+    result = run(Goodput(), World(32, WORKLOADS["never"], drafters={"suffix": DrafterCost(0.05, 0.2)}), 500, keep=True)
+    late = result.feedback[150:]
+    assert sum(feedback.draft_ms for feedback in late) <= 0.015 * sum(feedback.step_ms for feedback in late)
+
+
+# -- several drafters ---------------------------------------------------------------------------------------------------
+
+
+def test_each_request_gets_the_drafter_that_pays() -> None:
+    good, poor = Texture(hit=0.9, rate=0.9), Texture(hit=0.9, rate=0.2)
+
+    def textures(step: int, request: int) -> Mapping[str, Texture]:
+        return {"a": good, "b": poor} if request % 2 else {"a": poor, "b": good}
+
+    world = World(8, textures, drafters={"a": DrafterCost(0.0, 0.05), "b": DrafterCost(0.0, 0.05)}, cost=gpu)
+    result = run(Goodput(), world, 600, keep=True)
+    chosen = np.array([[seq.drafter == "a" for seq in feedback.sequences] for feedback in result.feedback[400:]]).mean(axis=0)
+    assert chosen[1::2].min() > 0.6
+    assert chosen[0::2].max() < 0.4
+    assert any(feedback.shadows for feedback in result.feedback)
+
+
+def test_an_expensive_drafter_is_left_for_a_cheap_one_that_is_as_good() -> None:
+    world = World(
+        4, lambda step, request: {"eagle": EDIT, "ngram": EDIT}, cost=gpu,
+        drafters={"eagle": DrafterCost(0.5, 0.05, 0.8), "ngram": DrafterCost(0.0, 0.02)},
+    )  # fmt: skip
+    result = run(Goodput(), world, 500, keep=True)
+    eagle = np.mean([seq.drafter == "eagle" for feedback in result.feedback[350:] for seq in feedback.sequences])
+    assert eagle < 0.2
+
+
+def test_a_drafter_that_pays_by_the_step_is_asked_for_less() -> None:
+    """Each position costs 12 % of a step: the fourth is not worth drafting when half of the drafts hold."""
+    world = World(4, lambda step, request: {"eagle": Texture(rate=0.6)}, cost=gpu, drafters={"eagle": DrafterCost(0.1, 0.0, 0.7)})
+    result = run(Goodput(), world, 300, keep=True)
+    asked = [seq.k for feedback in result.feedback[100:] for seq in feedback.sequences if seq.k]
+    assert 1.0 <= np.mean(asked) <= 4.0
+    assert result.rate(100) >= 0.95 * max(run(Fixed(k, "eagle"), world, 300).rate(100) for k in (0, 1, 2, 3, 4, 8))
+
+
+def test_sampled_drafts_are_verified_whole() -> None:
+    """The losslessness rule: after they are drawn, nothing may be dropped."""
+    world = World(8, lambda step, request: {"eagle": Texture(rate=0.7)}, deterministic=False, greedy=False,
+                  drafters={"eagle": DrafterCost(0.1, 0.02, 0.1)})  # fmt: skip
+    result = run(Goodput(), world, 200, keep=True)
+    assert result.drafts.sum() > 0
+    assert all(seq.num_drafts == seq.num_proposed for feedback in result.feedback for seq in feedback.sequences)
+    assert result.rate(50) >= 0.93 * max(run(Fixed(k, "eagle"), world, 200).rate(50) for k in (0, 1, 2, 3, 4, 8))
+
+
+# -- objectives ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_target_for_the_time_per_token() -> None:
+    """Deep drafts for the seven that copy make the step too long for the one that does not."""
+    def textures(step: int, request: int) -> Mapping[str, Texture]:
+        return {"suffix": NEVER if request == 0 else Texture(hit=1.0, rate=0.99)}
+
+    world = World(8, textures, drafters=SUFFIX, max_k=16)
+
+    def slowest(policy: Goodput) -> float:
+        result = run(policy, world, 300)
+        return float(result.ms[100:].sum() / result.by_request[100:].sum(axis=0).min())
+
+    free, held = slowest(Goodput()), slowest(Goodput(Goodput.Options(tpot_slo_ms=18.0)))
+    assert free > 22.0
+    assert held <= 18.5
+
+
+def test_latency_favours_the_slow() -> None:
+    world = World(16, half_and_half, drafters=SUFFIX)
+
+    def mean_time_per_token(policy: Goodput) -> float:
+        result = run(policy, world, 300)
+        return float(np.mean(result.ms[100:].sum() / result.by_request[100:].sum(axis=0)))
+
+    assert mean_time_per_token(Goodput(Goodput.Options(objective="latency"))) <= 1.02 * mean_time_per_token(Goodput())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("objective", "speed"), ("tpot_slo_ms", 0.0), ("tpot_slo_ms", math.nan), ("tpot_slo_ms", math.inf)]
+)
+def test_bad_options(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Goodput.Options(**{name: value})   # type: ignore[arg-type]
+
+
+# -- what must never break it -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 0.0, -3.0, -math.inf, 1e12])
+def test_broken_clocks(broken: float) -> None:
+    random = np.random.default_rng(1)
+
+    def clock(step: int, ms: float) -> float:
+        return broken if random.random() < 0.2 else ms
+
+    world = World(8, WORKLOADS["edit"], drafters=SUFFIX, clock=clock)
+    result = run(Goodput(), world, STEPS)
+    assert result.rate(100) >= 1.5 * run(Fixed(0), world, STEPS).rate(100)
+
+
+def test_only_broken_clocks() -> None:
+    for broken in (math.nan, 0.0, -1.0):
+        result = run(Goodput(), World(4, WORKLOADS["edit"], drafters=SUFFIX, clock=lambda step, ms, broken=broken: broken), 60)   # type: ignore[misc]
+        assert np.all(result.tokens >= 4)
+
+
+def test_empty_batches() -> None:
+    policy = Goodput()
+    policy.start(Setup((DrafterView("suffix", True),), 8, CostModel()))
+    view = BatchView(0, (), 0, 10, 512, ("suffix",), 8)
+    assert policy.plan(view) == policy.shadow(view) == policy.select([], view) == {}
+    policy.observe(Feedback(0, (), 0, 0, 0, 0.0, 0.0, 0.0))
+
+
+def test_state_does_not_grow_with_the_number_of_requests() -> None:
+    policy = Goodput()
+    policy.start(Setup((DrafterView("a", True), DrafterView("b", True)), 4, CostModel()))
+    for step in range(400):
+        ids = range(4 * step, 4 * step + 4)
+        view = BatchView(step, tuple(SequenceView(i, 50, 5, True, 4, True, 0, 0, 0) for i in ids), 0, 10, 512, ("a", "b"), 4)
+        plan = policy.plan(view)
+        drafts = [DraftView(i, choice.drafter, 4, True, None) for i, choice in plan.items()]
+        lengths = {draft.seq_id: 4 for draft in drafts} | dict(policy.select(drafts, view))
+        policy.observe(Feedback(step, tuple(
+            SequenceFeedback(i, plan[i].drafter if i in plan else "none", 4, 4, lengths.get(i, 0), 0, 50) for i in ids
+        ), 0, 8, 200, 0.1, 10.0, 10.0, 4))  # fmt: skip
+    for drafter in policy._drafters:
+        assert len(drafter.worth._slots) <= 200
+        assert drafter.sighted.num_requests <= 200
+        assert len(drafter.watched) <= 200
+    assert len(policy._last) <= 200

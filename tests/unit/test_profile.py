@@ -1,0 +1,120 @@
+"""The profile of the real engine: measured once, kept, checked on the next start, done without where nobody asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headway.config import EngineConfig, SpeculativeConfig
+from headway.control.costs import CostModel, Work
+from headway.control.policies.static import Static
+from headway.control.policy import Setup
+from headway.engine import profile
+from headway.engine.engine import Engine
+from tests.tiny import tiny_model_dir
+
+
+class Asks(Static):
+    """A policy that wants a cost model and shows what it got."""
+
+    needs_costs = True
+
+    def start(self, setup: Setup) -> None:
+        self.setup = setup
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("tiny"), "llama", seed=3)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    monkeypatch.setattr(profile, "BUDGET_S", 0.2)
+    return tmp_path
+
+
+def build(model_dir: Path, policy: str = "tests.unit.test_profile:Asks", **options: object) -> Engine:
+    speculative = SpeculativeConfig.parse({"method": ["suffix", "ngram"], "num_speculative_tokens": 4, "policy": policy})
+    shape = {"dtype": "float32", "device": "cpu", "max_model_len": 256, **options}
+    return Engine(EngineConfig(str(model_dir), speculative=speculative, **shape))   # type: ignore[arg-type]
+
+
+def costs_of(engine: Engine) -> CostModel:
+    assert engine.policy is not None
+    setup: Setup = engine.policy.setup   # type: ignore[attr-defined]
+    return setup.costs
+
+
+def kept(home: Path) -> list[Path]:
+    return sorted((home / "profiles").glob("*.json")) if (home / "profiles").exists() else []
+
+
+def test_measured_and_kept(model_dir: Path, home: Path) -> None:
+    engine = build(model_dir)
+    engine.check()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    predicted = costs_of(engine).predict(4, [4, 8, 20], 400)
+    assert 0.0 < predicted[0] <= predicted[1] <= predicted[2]
+    [file] = kept(home)
+    assert float(CostModel.load(file).predict(4, 8, 400)) == pytest.approx(predicted[1], rel=0.05)
+
+
+def test_the_policy_learns_who_drafts(model_dir: Path) -> None:
+    setup: Setup = build(model_dir).policy.setup   # type: ignore[union-attr]
+    assert [(view.name, view.deterministic) for view in setup.drafters] == [("suffix", True), ("ngram", True)]
+    assert setup.max_k == 4
+
+
+def test_nobody_asks_nobody_measures(model_dir: Path, home: Path) -> None:
+    build(model_dir, "static")
+    assert costs_of(build(model_dir, profile=False)).to_json()["target"]["cells"] == []
+    assert kept(home) == []
+
+
+def test_a_profile_that_holds_is_used_again(model_dir: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(model_dir)
+    [file] = kept(home)
+    written = file.stat().st_mtime_ns
+    monkeypatch.setattr(profile, "_holds", lambda kept, measured: True)
+    build(model_dir)
+    assert file.stat().st_mtime_ns == written
+    monkeypatch.setattr(profile, "_holds", lambda kept, measured: False)
+    build(model_dir)
+    assert file.stat().st_mtime_ns > written
+
+
+def test_what_holds() -> None:
+    costs = CostModel()
+    shapes = [Work(b, b * t, b * 100) for b in (1, 4, 16) for t in (1, 2, 5)]
+    costs.learn((work, 5.0 + 0.5 * work.num_tokens) for work in shapes)
+
+    def measured(scale: float, bent: float = 1.0) -> list[tuple[Work, float]]:
+        checked = (shapes[0], shapes[5], shapes[7])
+        return [(work, scale * (5.0 + 0.5 * work.num_tokens) * (bent if work.num_tokens > 10 else 1.0)) for work in checked]
+
+    assert profile._holds(costs, measured(1.0))
+    assert profile._holds(costs, measured(3.0))            # the whole machine is slower: the speed will follow
+    assert not profile._holds(costs, measured(1.0, 2.0))   # large passes are: another kernel
+
+
+def test_a_broken_file_is_measured_anew(model_dir: Path, home: Path) -> None:
+    build(model_dir)
+    [file] = kept(home)
+    for text in ("", "{", "[]", '{"format": 99}'):
+        file.write_text(text, encoding="utf-8")
+        build(model_dir)
+        assert CostModel.load(file).to_json()["target"]["cells"]
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(model_dir: Path, home: Path) -> None:
+    (home / "profiles").write_text("a file where the folder should be", encoding="utf-8")
+    assert costs_of(build(model_dir)).to_json()["target"]["cells"]
+
+
+def test_a_pool_that_is_too_small_for_large_passes(model_dir: Path) -> None:
+    engine = build(model_dir, kv_cache_memory_bytes=1 << 20)
+    assert costs_of(engine).to_json()["target"]["cells"]
+    engine.check()
