@@ -154,8 +154,8 @@ except SystemExit as end:
 @pytest.mark.parametrize(
     "words",
     [
-        "", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "bench sweep", "replay", "top",
-        "pull", "list", "config",
+        "", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "bench sweep", "tune", "replay",
+        "top", "pull", "list", "config",
     ],
 )
 def test_help_needs_no_torch(words: str) -> None:

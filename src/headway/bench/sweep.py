@@ -54,7 +54,7 @@ class SweepOptions:
     drafters: str = option("suffix,ngram", "drafters: all of them for the policies that adapt, the first for batch_table")
     static_k: str = option("1,2,4,8", "the N of DRAFTER-kN in the default configurations; the largest bounds the policies that adapt")
     batch_table: str = option("[[1,4,4],[5,16,2],[17,64,0]]", "num_speculative_tokens_per_batch_size of the configuration batch_table")
-    num_prompts: int = option(0, "requests per run; 0: two per request in flight, at least 4")
+    num_prompts: int = option(0, "requests per run; 0: twice those in flight, at most 16 more than them and at least 4")
     output_len: int = option(64, "tokens to write per request")
     repeats: int = option(2, "blocks per cell, each with new prompts and in the opposite order")
     warmup: int = option(2, "requests before each run's clock starts; their prompts are not measured")
@@ -104,7 +104,7 @@ def cells(options: SweepOptions) -> list[Cell]:
 
 def _load(options: SweepOptions, workload: str, concurrency: int) -> LoadOptions:
     return LoadOptions(
-        workload=workload, num_prompts=options.num_prompts or max(4, 2 * concurrency), output_len=options.output_len,
+        workload=workload, num_prompts=options.num_prompts or max(4, concurrency + min(concurrency, 16)), output_len=options.output_len,
         concurrency=concurrency, seed=options.seed, temperature=options.temperature, warmup=options.warmup,
     )
 

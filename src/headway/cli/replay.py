@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from headway.tune.replay import Outcome, World
 
 EPILOG = """examples:
-  headway bench throughput --spec-method ngram --spec-tokens 8 --trace run.jsonl
+  headway bench throughput --spec-method ngram --spec-tokens 8 --spec-policy static --trace run.jsonl
   headway replay run.jsonl
   headway replay run.jsonl --policy goodput --policy 'batch_table:num_speculative_tokens_per_batch_size=[[1,8,4],[9,64,0]]'
 

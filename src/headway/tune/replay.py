@@ -64,17 +64,18 @@ class Fixed(Policy):
 class World:
     """A trace, ready to be decided again."""
 
-    def __init__(self, trace: Trace, *, max_k: int | None = None, seed: int = 0) -> None:
-        """max_k: the largest k a policy may use, at most that of the trace unless given. Raises ConfigError for a trace without drafts."""
+    def __init__(self, trace: Trace, *, max_k: int | None = None, seed: int = 0, costs: CostModel | None = None) -> None:
+        """max_k: the largest k a policy may use (default: the trace's); costs: of the machine (default: fitted to the trace).
+
+        Raises ConfigError for a trace without drafts.
+        """
         self.evidence: Evidence = gather(trace, seed)
         if not self.evidence.drafters:
             raise ConfigError("nothing was drafted in this trace, so it does not tell what a draft brings: record one with speculation")
         self.max_k = max_k or trace.max_k
         self.token_budget = int(trace.header.get("max_num_batched_tokens") or DEFAULT_BUDGET)
         self.max_num_seqs = int(trace.header.get("max_num_seqs") or max(record.num_in_flight for record in self.evidence.sequences))
-        self.costs = CostModel()
-        for step in trace.steps:
-            self.costs.observe(step.feedback)
+        self.costs = costs or fitted(trace)
         self._saved = self.costs.to_json()
         self.recorded = _recorded(trace)
         # Steps of sequences alone: without any, what plain decoding costs is extrapolated.
@@ -92,6 +93,15 @@ class World:
         for drafter in self.evidence.drafters:
             found |= {f"{drafter} k={k}": run(Fixed(drafter, k), self) for k in LENGTHS if k <= self.max_k}
         return found
+
+
+def fitted(*traces: Trace) -> CostModel:
+    """What steps cost, learned from recorded ones."""
+    costs = CostModel()
+    for trace in traces:
+        for step in trace.steps:
+            costs.observe(step.feedback)
+    return costs
 
 
 def _recorded(trace: Trace) -> Outcome:

@@ -1,0 +1,178 @@
+"""From predictions to schedules, and every engine's own rules for what it is given."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headway.cli.main import main
+from headway.config import SpeculativeConfig
+from headway.control.policy import BatchView, SequenceView
+from headway.tune import emit
+from headway.tune.plan import Plan, Point, plan
+
+OPTIONS = {"prompt_lookup_max": 5, "prompt_lookup_min": 1}
+
+
+def falling() -> Plan:
+    """Long drafts pay alone, short ones among a few, none among many."""
+    return plan("ngram", [
+        Point(1, {0: 50.0, 2: 90.0, 4: 120.0, 8: 120.5}),
+        Point(4, {0: 150.0, 2: 240.0, 4: 245.0, 8: 200.0}),
+        Point(16, {0: 300.0, 2: 330.0, 4: 280.0, 8: 200.0}),
+        Point(64, {0: 500.0, 2: 480.0, 4: 300.0, 8: 200.0}),
+    ], 64)
+
+
+def never() -> Plan:
+    return plan("ngram", [Point(1, {0: 50.0, 2: 40.0}), Point(8, {0: 200.0, 2: 100.0})], 32)
+
+
+def rising() -> Plan:
+    return plan("ngram", [Point(1, {0: 50.0, 2: 90.0, 4: 80.0}), Point(16, {0: 300.0, 2: 310.0, 4: 400.0})], 16)
+
+
+def always() -> Plan:
+    return plan("suffix", [Point(1, {0: 50.0, 4: 90.0}), Point(16, {0: 100.0, 4: 200.0})], 16)
+
+
+# -- the plan -----------------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_changes_at_geometric_middles_and_joins_equal_neighbours() -> None:
+    assert [(part.first, part.last, part.k) for part in falling().ranges] == [(1, 8, 4), (9, 32, 2), (33, 64, 0)]
+    assert [(part.first, part.last, part.k) for part in always().ranges] == [(1, 16, 4)]
+
+
+def test_the_shorter_draft_wins_a_tie() -> None:
+    first = falling().points[0]
+    assert first.k == 4
+    assert first.candidates == [4, 8]
+    assert "2.40x plain decoding; 8 would gain 0.4% more" in first.reason
+    assert "behind plain decoding" in falling().points[-1].reason
+
+
+def test_loads_next_to_each_other_leave_no_empty_range() -> None:
+    found = plan("ngram", [Point(1, {0: 1.0, 1: 2.0}), Point(2, {0: 2.0, 1: 1.0}), Point(3, {0: 1.0, 1: 2.0})], 2)
+    covered = [size for part in found.ranges for size in range(part.first, part.last + 1)]
+    assert covered == list(range(1, 4))
+
+
+# -- the formats --------------------------------------------------------------------------------------------------
+
+
+def files(made: Plan) -> dict[str, emit.File]:
+    return {file.name: file for file in emit.emit(made, OPTIONS)}
+
+
+def k_of(config: dict[str, Any], batch_size: int) -> int:
+    """What our own policy makes of vLLM's words."""
+    parsed = SpeculativeConfig.parse(config)
+    assert parsed is not None
+    view = BatchView(
+        0, tuple(SequenceView(i, 100, 5, True, 99, True, 0, 0, 0) for i in range(batch_size)), 0, 100, 512, ("ngram",),
+        parsed.num_speculative_tokens,
+    )
+    return max((choice.k for choice in parsed.build_policy().plan(view).values()), default=0)
+
+
+def test_vllm_s_table_is_what_our_own_parser_accepts() -> None:
+    config = json.loads(files(falling())["vllm.json"].text)
+    assert config == {
+        "method": "ngram", "num_speculative_tokens": 4, **OPTIONS,
+        "num_speculative_tokens_per_batch_size": [[1, 8, 4], [9, 32, 2], [33, 64, 0]],
+    }
+    assert [k_of(config, size) for size in (1, 8, 9, 32, 33, 64)] == [4, 4, 2, 2, 0, 0]
+
+
+def test_one_length_needs_no_table_and_suffix_may_have_none() -> None:
+    assert "num_speculative_tokens_per_batch_size" not in json.loads(files(always())["vllm.json"].text)
+    suffix = Plan("suffix", falling().points, falling().ranges)
+    file = {file.name: file for file in emit.emit(suffix, {})}["vllm.json"]
+    assert "num_speculative_tokens_per_batch_size" not in json.loads(file.text)
+    assert any("cannot vary k with suffix" in note for note in file.notes)
+
+
+@pytest.mark.parametrize("made", [falling(), never(), rising(), always()], ids=["falling", "never", "rising", "always"])
+def test_sglang_s_slots(made: Plan) -> None:
+    """Keys are batch sizes in digits, values non-empty lists of step counts >= 0 (adaptive_spec_params.py)."""
+    document = json.loads(files(made)["sglang.json"].text)
+    assert "1" in document
+    for key, entry in document.items():
+        assert key.isdigit()
+        assert entry["candidate_steps"]
+        assert all(isinstance(step, int) and step >= 0 for step in entry["candidate_steps"])
+    for part in made.ranges:
+        assert part.k in document[str(part.first)]["candidate_steps"]
+
+
+@pytest.mark.parametrize("made", [falling(), rising(), always()], ids=["falling", "rising", "always"])
+def test_tensorrt_llm_s_two_meanings_of_a_key(made: Plan) -> None:
+    """Lower bounds: 1 is a key and has max_draft_len. Upper bounds: the smallest key has. No length is above it (llm_args.py)."""
+    for kind, first in (("lower", 1), ("upper", made.ranges[0].last)):
+        config = yaml.safe_load(files(made)[f"trtllm-{kind}.yaml"].text)["speculative_config"]
+        schedule = config["draft_len_schedule"]
+        assert min(schedule) == first
+        assert schedule[first] == config["max_draft_len"] >= 1
+        assert all(isinstance(key, int) and key >= 1 and 0 <= k <= config["max_draft_len"] for key, k in schedule.items())
+    lower = yaml.safe_load(files(falling())["trtllm-lower.yaml"].text)["speculative_config"]["draft_len_schedule"]
+    upper = yaml.safe_load(files(falling())["trtllm-upper.yaml"].text)["speculative_config"]["draft_len_schedule"]
+    assert (lower, upper) == ({1: 4, 9: 2, 33: 0}, {8: 4, 32: 2, 64: 0})
+
+
+def test_a_length_that_rises_is_cut_for_tensorrt_llm_and_said_so() -> None:
+    file = files(rising())["trtllm-lower.yaml"]
+    assert yaml.safe_load(file.text)["speculative_config"]["draft_len_schedule"] == {1: 2, 5: 2}
+    assert any("cut" in note for note in file.notes)
+
+
+def test_llama_cpp_s_flags() -> None:
+    assert shlex.split(files(falling())["llamacpp.txt"].text) == [
+        "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "5", "--spec-ngram-simple-size-m", "4",
+    ]
+    assert shlex.split(files(never())["llamacpp.txt"].text) == ["--spec-type", "none"]
+
+
+def test_speculation_that_never_pays_is_off_everywhere() -> None:
+    made = files(never())
+    assert json.loads(made["headway.json"].text) == {"speculative_config": "off"}
+    assert json.loads(made["vllm.json"].text) is None
+    assert yaml.safe_load(made["trtllm-upper.yaml"].text) == {}
+    assert json.loads(made["sglang.json"].text) == {"1": {"candidate_steps": [0]}}
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_and_writes_files_that_load(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = ["--dtype", "float32", "--kv-cache-memory-bytes", "8M"]
+    load = ["--workload", "chat", "--concurrencies", "1,2", "--num-prompts", "3", "--output-len", "48", "--max-k", "4"]
+    assert main(["tune", str(tiny_dir), *engine, *load, "--output", str(tmp_path / "t")]) == 0
+    out = capsys.readouterr().out
+    assert "in flight" in out
+    assert "batch size 1 to" in out
+    names = {path.name for path in (tmp_path / "t").iterdir()}
+    assert names == {"headway.json", "vllm.json", "sglang.json", "trtllm-lower.yaml", "trtllm-upper.yaml", "llamacpp.txt", "plan.svg"}
+    ET.fromstring((tmp_path / "t" / "plan.svg").read_text())
+    assert main(["config", str(tiny_dir), *engine, "--config", str(tmp_path / "t" / "headway.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"]["value"] == str(tiny_dir)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--concurrencies", "1,many"], "concurrencies must be whole numbers"),
+        (["--max-k", "0"], "max_k must be >= 1"),
+        (["--drafter", "ngran"], "Did you mean 'ngram'"),
+        (["--concurrencies", "128"], "need --max-num-seqs 128"),
+    ],
+)
+def test_what_cannot_be_tuned_is_named(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "m", *words, "--output", str(tmp_path / "t")]) == 2
+    assert message in capsys.readouterr().err
