@@ -42,7 +42,7 @@ def test_from_nothing_to_a_directory_that_drafts(target: Path, tmp_path: Path) -
     live = train_run.train(options(target, out), "headway train eagle3 ...", Screen(quiet=True))
     assert {path.name for path in out.iterdir()} == {"README.md", "config.json", "model.safetensors", "run"}
     assert live.num_tokens > 0
-    assert len(live.stats.num_drafts_per_pos) == 3
+    assert len(live.stats.num_drafts_per_pos) == 4
     card = (out / "README.md").read_text()
     assert "headway train eagle3 ..." in card
     assert f"{live.stats.mean_acceptance_length:.2f}" in card

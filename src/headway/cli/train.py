@@ -37,5 +37,5 @@ def main(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         screen.say(f"stopped; the same command goes on from {options.out}/run")
         raise
-    screen.say(f"{options.out}: {live.stats.mean_acceptance_length:.2f} tokens per step with {options.ttt_steps} drafts")
+    screen.say(f"{options.out}: {live.stats.mean_acceptance_length:.2f} tokens per step with {len(live.rates)} drafts")
     return 0

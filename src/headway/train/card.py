@@ -19,6 +19,7 @@ def write(
     out: Path, options: TrainOptions, command: str, texts: Sequence[Text], trainer: Trainer, rates: list[float], live: Live, log: Path
 ) -> None:
     shape = trainer.head.shape
+    columns = max(len(rates), len(live.rates))
     size = sum(p.numel() for p in trainer.head.parameters())
     tokens = sum(text.num_answer for text in texts)
     source = f"from `{options.data}`" if options.data else "written by the target itself (self-instruction)"
@@ -43,10 +44,10 @@ parameters, speculators format.
 
 {NOTE}
 
-| draft position | {' | '.join(str(j + 1) for j in range(len(rates)))} | tokens per step |
-|---|{'---|' * (len(rates) + 1)}
-| held-out texts | {' | '.join(f'{rate:.3f}' for rate in rates)} | {mean_acceptance_length(rates):.2f} |
-| in the engine | {' | '.join(f'{rate:.3f}' for rate in live.rates)} | {live.stats.mean_acceptance_length:.2f} |
+| draft position | {' | '.join(str(j + 1) for j in range(columns))} | tokens per step |
+|---|{'---|' * (columns + 1)}
+| held-out texts | {cells(rates, columns)} | {mean_acceptance_length(rates):.2f} |
+| in the engine | {cells(live.rates, columns)} | {live.stats.mean_acceptance_length:.2f} |
 
 In the engine: {live.num_tokens} tokens, one request at a time, in {live.seconds:.1f} s; without speculation {live.plain_seconds:.1f} s.
 
@@ -60,6 +61,10 @@ Acceptance of the first draft over the steps of training:
 
 NOTE = """Greedy, on prompts that were never trained on. Each number is the share of drafts at that position that the target accepted,
 given that it accepted the ones before; the last column counts the target's own token too."""
+
+
+def cells(rates: Sequence[float], columns: int) -> str:
+    return " | ".join([*(f"{rate:.3f}" for rate in rates), *[""] * (columns - len(rates))])
 
 
 def plot(log: Path, width: int = 50) -> str:

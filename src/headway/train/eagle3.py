@@ -1,6 +1,8 @@
 """An EAGLE-3 head that can be trained: the network of drafters/_eagle_network.py with gradients, and its training-time test.
 
-Parameters carry the published names, so `state_dict` is what is exported. Embedding and targets are the target's and stay fixed.
+Parameters carry the published names, so `state_dict` is what is exported. Embedding and targets are the target's and stay fixed. Of
+the published variants this is the one with `fc_norm` and `norm_before_residual`: whatever enters is normed, so nothing drifts from
+step to step.
 """
 
 from __future__ import annotations
@@ -40,6 +42,13 @@ class HeadShape:
         )
 
 
+class Norm(nn.RMSNorm):
+    """In float32, also where matrix products are not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight, self.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -66,10 +75,10 @@ class HeadLayer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
         self.shape = shape
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.input_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.hidden_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.self_attn = Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.post_attention_layernorm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = Mlp(shape)
 
     def forward(
@@ -82,7 +91,8 @@ class HeadLayer(nn.Module):
         before    keys and values of the steps before, [batch, kv_heads, length, head_dim] each; this step's are appended. Row i sees step
                   0 up to i, and of each later step its own row alone: the drafts that would have led here
         """
-        x = torch.cat([self.input_layernorm(embeds), self.hidden_norm(features)], -1)
+        features = self.hidden_norm(features)
+        x = torch.cat([self.input_layernorm(embeds), features], -1)
         attention, shape = self.self_attn, self.shape
 
         def heads(projection: nn.Module, count: int) -> Tensor:
@@ -104,9 +114,11 @@ class Eagle3Head(nn.Module):
     def __init__(self, shape: HeadShape, target: ModelConfig, target_ids: Tensor) -> None:
         super().__init__()
         self.shape = shape
+        # Hidden states of different layers differ in size by orders of magnitude, and a few of their dimensions are huge.
+        self.fc_norm = nn.ModuleList([Norm(target.hidden_size, eps=shape.rms_norm_eps) for _ in shape.layers])
         self.fc = nn.Linear(len(shape.layers) * target.hidden_size, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([HeadLayer(shape)])
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
         self.register_buffer("target_ids", target_ids, persistent=False)
         inv_freq, self.rope_factor = inverse_frequencies(target.rope, shape.head_dim, target.max_position)
@@ -121,7 +133,8 @@ class Eagle3Head(nn.Module):
 
         Step s, row i predicts token i + 2 + s from what is known at position i and the text's own tokens in between.
         """
-        features = self.fc(hidden.to(self.fc.weight.dtype))
+        parts = hidden.to(self.fc.weight.dtype).chunk(len(self.fc_norm), -1)
+        features = self.fc(torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1))
         length = hidden.shape[1]
         order = torch.arange(length, device=hidden.device)
         seen = (order[None, :] <= order[:, None]) & (order < lengths[:, None, None])

@@ -14,6 +14,7 @@ from headway.train.screen import Screen
 from headway.types import Request, SamplingParams, SpecDecodeMetrics
 
 NUM_PROMPTS = 8
+NUM_DRAFTS = 4
 
 
 @dataclass
@@ -36,7 +37,7 @@ def accept_live(engine: Engine, speculator: Path, prompts: Sequence[list[int]], 
     live = Live()
     prompts = prompts[:NUM_PROMPTS]
     with screen.bar("live acceptance (prompts)", 2 * len(prompts)) as advance:
-        for speculative in (None, {"method": "eagle", "model": str(speculator), "num_speculative_tokens": options.ttt_steps}):
+        for speculative in (None, {"method": "eagle", "model": str(speculator), "num_speculative_tokens": NUM_DRAFTS}):
             engine.speculate(SpeculativeConfig.parse(speculative))
             began = time.perf_counter()
             for number, prompt in enumerate(prompts):

@@ -19,14 +19,14 @@ class TrainOptions:
     data: str | None = option(
         None, "JSONL: one {\"messages\": [...]}, {\"prompt\": ...} or {\"text\": ...} a line; default: the model writes its own"
     )
-    num_tokens: int | None = option(None, "answer tokens to write at most; default: what 45 % of the time allows")
+    num_tokens: int | None = option(None, "answer tokens to write at most; default: what a quarter of the time allows")
     num_steps: int | None = option(None, "optimizer steps; default: what the rest of the time allows")
     draft_vocab_size: int = option(8192, "the drafter predicts over the most frequent tokens of the data; fewer are faster")
     loss: str = option("forward_kl", "distance to the target's distribution", choices=LOSSES)
-    ttt_steps: int = option(4, "draft steps trained, each on the features of the one before (EAGLE-3's training-time test)")
+    ttt_steps: int = option(3, "draft steps trained, each on the features of the one before (EAGLE-3's training-time test)")
     on_policy: float = option(0.0, "share of the texts in which the drafter's own tokens replace some of the target's")
     learning_rate: float = option(1e-3, "peak of the cosine schedule")
-    batch_tokens: int = option(4096, "positions per optimizer step")
+    batch_tokens: int = option(2048, "positions per optimizer step")
     cache_bytes: int = option(8 << 30, "hidden states kept on disk; the texts beyond are computed again in every epoch")
     max_tokens: int = option(256, "answer tokens of one text at most")
     seed: int = option(0, "seeds data, initial weights and order")
