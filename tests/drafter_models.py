@@ -33,6 +33,7 @@ MAKERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "draft_model": _draft_model,
     "eagle": lambda folder, target: {"model": str(heads.eagle3_dir(folder / "eagle3", target))},
     "medusa": lambda folder, target: {"model": str(heads.medusa_dir(folder / "medusa", target))},
+    "mtp": lambda folder, target: {"model": str(heads.mtp_dir(folder / "mtp", target))},
     "mlp_speculator": lambda folder, target: {"model": str(heads.mlp_speculator_dir(folder / "mlp", target))},
 }
 """drafter -> (new folder, the target's directory) -> keys of the speculative config"""

@@ -180,3 +180,27 @@ def mlp_speculator_dir(
         "tie_weights": tied, "scale_input": scale_input,
     }
     return write(directory, config, make.tensors, file)
+
+
+def mtp_dir(directory: Path, target: Path, *, layout: str = "speculators", model_type: str = "qwen3", seed: int = 0) -> Path:
+    """`layout`: speculators, qwen, mimo or deepseek."""
+    inner, hidden = layer_config(target, model_type), target_config(target)["hidden_size"]
+    index = target_config(target)["num_hidden_layers"] if layout == "deepseek" else 0
+    root = {"speculators": "mtp_layers.0", "qwen": "mtp", "mimo": "model.mtp_layers.0", "deepseek": f"model.layers.{index}"}[layout]
+    named = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    project, token, state, final = {
+        "qwen": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+        "deepseek": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+    }.get(layout, named)
+    make = Maker(seed)
+    make.matrix(f"{root}.{project}", hidden, 2 * hidden)
+    for norm in (token, state, final):
+        make.norm(f"{root}.{norm}", hidden)
+    make.layer(f"{root}.layers.0" if layout == "qwen" else root, inner)
+    if layout == "deepseek":
+        make.matrix(f"{root}.shared_head.head", inner["vocab_size"], hidden, gain=3.0)
+    if layout == "speculators":
+        config = {**speculators_config("mtp", target), "transformer_layer_config": inner, "num_nextn_predict_layers": 1}
+    else:
+        config = {**inner, "num_nextn_predict_layers": 1}
+    return write(directory, config, make.tensors, "model.safetensors")

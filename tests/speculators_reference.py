@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from tests.heads import eagle3_dir, target_config
+from tests.heads import eagle3_dir, mtp_dir, target_config
 from tests.tiny import tiny_model_dir
 
 FIXTURE = Path(__file__).parent / "fixtures" / "eagle3_speculators.json"
+MTP_FIXTURE = Path(__file__).parent / "fixtures" / "mtp_speculators.json"
 NUM_TOKENS = 9
 NUM_STEPS = 2
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -35,6 +37,12 @@ def make_directories(folder: Path, variant: str) -> tuple[Path, Path]:
     target = tiny_model_dir(folder, "llama", seed=11, num_hidden_layers=4, tie_word_embeddings=False)
     return target, eagle3_dir(folder / f"eagle3-{variant}", target, seed=5, draft_vocab=VARIANTS[variant].get("draft_vocab", 60),
                               layer_ids=(1, 2, 4), **{k: v for k, v in VARIANTS[variant].items() if k != "draft_vocab"})
+
+
+def make_mtp_directories(folder: Path) -> tuple[Path, Path]:
+    """(target, checkpoint)"""
+    target = tiny_model_dir(folder, "llama", seed=11, num_hidden_layers=4, tie_word_embeddings=False)
+    return target, mtp_dir(folder / "mtp", target, seed=5)
 
 
 def inputs(target: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -68,7 +76,27 @@ def ask_speculators(variant: str) -> list[list[list[float]]]:
     return [logits.tolist() for logits in seen[:NUM_STEPS]]
 
 
+def ask_speculators_mtp() -> list[list[float]]:
+    """Logits [tokens][vocabulary] of the first step."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from speculators.models.mtp import MTPDraftModel, MTPSpeculatorConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        target, directory = make_mtp_directories(Path(folder))
+        config = MTPSpeculatorConfig.from_pretrained(str(directory))
+        config.transformer_layer_config._attn_implementation = "eager"
+        model = MTPDraftModel.from_pretrained(str(directory), config=config).float().eval()
+        weights = load_file(target / "model.safetensors")
+        model.embed_tokens.weight.data = weights["model.embed_tokens.weight"]
+        model.lm_head.weight.data = weights["lm_head.weight"]
+        tokens, hidden = inputs(target)
+        with torch.no_grad():
+            logits = model(tokens[None], torch.cat([hidden[0], hidden[1][:1]])[None])[0][0]
+    return logits[0].tolist()   # type: ignore[no-any-return]
+
+
 def record() -> None:
+    MTP_FIXTURE.write_text(json.dumps([[round(x, 5) for x in row[::20]] for row in ask_speculators_mtp()]))
     numbers = {name: [[[round(x, 5) for x in row] for row in step] for step in ask_speculators(name)] for name in VARIANTS}
     # Enough to tell one network from another: every fifth logit.
     FIXTURE.parent.mkdir(exist_ok=True)

@@ -13,13 +13,14 @@ from headway.control.policy import Policy
 from headway.drafters._eagle_network import load_eagle
 from headway.drafters._feature_chain import FeatureChain
 from headway.drafters._feature_network import FeatureNetwork
+from headway.drafters._mtp_network import MTPFile
 from headway.drafters.drafter import Committed, DraftRequest
 from headway.drafters.eagle import Eagle
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
 from headway.types import Choice, Draft
-from tests.heads import eagle1_dir, eagle3_dir
+from tests.heads import eagle1_dir, eagle3_dir, mtp_dir
 from tests.tiny import tiny_model_dir
 
 BLOCK = 16
@@ -40,9 +41,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_model(str(directory), dtype="float32", device="cpu", progress=False)
 
 
-@pytest.fixture(scope="module", params=["eagle3", "two_layers", "eagle1"])
+@pytest.fixture(scope="module", params=["eagle3", "two_layers", "eagle1", "mtp"])
 def network(request: pytest.FixtureRequest, target: Decoder, tmp_path_factory: pytest.TempPathFactory) -> FeatureNetwork:
     directory = tmp_path_factory.mktemp("heads") / "head"
+    if request.param == "mtp":
+        return MTPFile(mtp_dir(directory, target.directory), target.config).load(target)
     if request.param == "eagle1":
         return load_eagle(eagle1_dir(directory, target.directory), target)
     return load_eagle(eagle3_dir(directory, target.directory, num_layers=2 if request.param == "two_layers" else 1), target)
@@ -68,14 +71,17 @@ class Text:
 class Argmax:
     """A sampler of requests without parameters; those that are not greedy draw from the softmax."""
 
-    def likely(self, logits: torch.Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]]) -> list[int]:
+    def likely(
+        self, logits: torch.Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]], token_ids: torch.Tensor | None = None
+    ) -> list[int]:
         assert [len(tokens) for tokens in drafted] == [len(drafted[0])] * len(requests)
-        return logits.argmax(-1).tolist()
+        return (logits.argmax(-1) if token_ids is None else token_ids[logits.argmax(-1)]).tolist()
 
     def sampled(
-        self, logits: torch.Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]]
+        self, logits: torch.Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]], token_ids: torch.Tensor | None = None
     ) -> tuple[list[int], torch.Tensor]:
-        probs = logits.softmax(-1)
+        wide = torch.full((len(logits), 320), float("-inf"))
+        probs = wide.index_copy_(1, torch.arange(320) if token_ids is None else token_ids, logits).softmax(-1)
         return torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(len(drafted[0]))).flatten().tolist(), probs
 
 

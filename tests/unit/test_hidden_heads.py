@@ -101,7 +101,7 @@ def test_an_mlp_speculator_is_its_formula(target: Decoder, tmp_path: Path, tied:
 
 
 def start(drafter: HiddenHeads, directory: Path, target: Decoder) -> HiddenHeads:
-    drafter.start(drafter.read(directory, target.config).load(target), Argmax(), 320)
+    drafter.start(drafter.read(directory, target.config).load(target), Argmax())
     return drafter
 
 

@@ -19,7 +19,7 @@ Advance = Callable[[list[int], Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 def draft_chain(
     requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, logits: Tensor, state: Tensor, advance: Advance,
-    target_ids: Tensor | None, vocab_size: int,
+    target_ids: Tensor | None,
 ) -> list[Draft]:
     """One draft per request. `logits` [n, draft vocabulary] and `state` [n, ...] are those before the first draft token.
 
@@ -39,7 +39,7 @@ def draft_chain(
             going, confidence, logits, state = _subset(kept, going, confidence, logits, state)
         if len(going) == 0:
             break
-        _choose(_widened(logits, target_ids, vocab_size), going, requests, sampler, drafts, probs)
+        _choose(logits, target_ids, going, requests, sampler, drafts, probs)
         for i, sure in zip(going.tolist(), confidence.tolist(), strict=True):
             drafts[i].confidence.append(sure)   # type: ignore[union-attr]
         more = ks[going] > position + 1
@@ -54,8 +54,8 @@ def draft_chain(
 
 
 def _choose(
-    logits: Tensor, going: np.ndarray, requests: Sequence[DraftRequest], sampler: DraftSampler, drafts: list[Draft],
-    probs: list[list[Tensor]],
+    logits: Tensor, target_ids: Tensor | None, going: np.ndarray, requests: Sequence[DraftRequest], sampler: DraftSampler,
+    drafts: list[Draft], probs: list[list[Tensor]],
 ) -> None:
     """The next token of each draft: the most likely one for greedy requests, one drawn as the request samples for the others."""
     for greedy in (True, False):
@@ -66,21 +66,13 @@ def _choose(
         part = logits if len(rows) == len(going) else logits[rows]
         asked, drafted = [requests[i] for i in mine], [drafts[i].tokens for i in mine]
         if greedy:
-            tokens = sampler.likely(part, asked, drafted)
+            tokens = sampler.likely(part, asked, drafted, target_ids)
         else:
-            tokens, drawn_from = sampler.sampled(part, asked, drafted)
+            tokens, drawn_from = sampler.sampled(part, asked, drafted, target_ids)
             for i, row in zip(mine, drawn_from, strict=True):
                 probs[i].append(row)
         for i, token in zip(mine, tokens, strict=True):
             drafts[i].tokens.append(token)
-
-
-def _widened(logits: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """[n, draft vocabulary] -> [n, the target's vocabulary]: tokens that it does not have are impossible."""
-    if target_ids is None:
-        return logits
-    wide = logits.new_full((len(logits), vocab_size), float("-inf"))
-    return wide.index_copy_(1, target_ids, logits)
 
 
 def _confidence(logits: Tensor) -> np.ndarray:

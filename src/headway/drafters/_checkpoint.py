@@ -66,9 +66,9 @@ class Checkpoint:
         source = self._source(name)
         return tuple(source.shape if isinstance(source, Tensor) else source[0].get_slice(source[1]).get_shape())
 
-    @property
-    def num_elements(self) -> int:
-        return sum(math.prod(self.shape(name)) for name in self._tensors)
+    def num_elements(self, prefixes: tuple[str, ...] = ("",)) -> int:
+        """Of all tensors whose names begin so."""
+        return sum(math.prod(self.shape(name)) for name in self._tensors if name.startswith(prefixes))
 
     def take(self, name: str, shape: tuple[int, ...], kind: str = "float") -> Tensor:
         """The tensor, which must have this shape and be of this kind: float, int or bool."""

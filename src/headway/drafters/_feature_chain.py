@@ -54,13 +54,15 @@ class FeatureChain(Drafter):
         """The checkpoint in `directory`, its weights not read yet. Raises ModelError."""
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
-        assert context.model is not None
-        self._file = self.read(hub.resolve(context.model, progress=context.progress), context.target)
+        directory = context.directory
+        if context.model is not None:
+            directory = hub.resolve(context.model, progress=context.progress, weights=hub.SPECULATOR_WEIGHTS)
+        self._file = self.read(directory, context.target)
         self.hidden_layers = self._file.hidden_layers
         self._dtype, self.block_size = context.dtype, context.block_size
         own = KVCache.bytes_per_block(self._file.shape, context.block_size, context.dtype)
         self._kept_bytes = len(self.hidden_layers) * context.target.hidden_size * context.block_size * context.dtype.itemsize
-        weights = self._file.checkpoint.num_elements * context.dtype.itemsize
+        weights = self._file.num_elements * context.dtype.itemsize
         return DrafterMemory(weight_bytes=weights, kv_bytes_per_block=own + self._kept_bytes)
 
     def load(self, target: Target) -> None:
@@ -145,7 +147,7 @@ class FeatureChain(Drafter):
             return network.predict(self._advance([states[i] for i in going], tokens, features, position))
 
         logits, features = network.predict(self._catch_up(requests, states))
-        return draft_chain(requests, keep, self.sampler, logits, features, advance, network.target_ids, network.shape.vocab_size)
+        return draft_chain(requests, keep, self.sampler, logits, features, advance, network.target_ids)
 
     def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Tensor:
         """Reads what was committed since; returns the network's output at each last position [num_requests, hidden]."""

@@ -91,6 +91,11 @@ class FeatureFile(ABC):
     shape: ModelConfig
     hidden_layers: tuple[int, ...]
 
+    @property
+    def num_elements(self) -> int:
+        """Of its weights."""
+        return self.checkpoint.num_elements()
+
     @abstractmethod
     def load(self, target: Decoder) -> FeatureNetwork:
         """Reads the weights. Raises ModelError."""

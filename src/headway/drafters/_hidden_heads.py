@@ -56,15 +56,16 @@ class HiddenHeads(Drafter):
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
         assert context.model is not None
-        self._file = self.read(hub.resolve(context.model, progress=context.progress), context.target)
-        return DrafterMemory(weight_bytes=self._file.checkpoint.num_elements * context.dtype.itemsize)
+        directory = hub.resolve(context.model, progress=context.progress, weights=hub.SPECULATOR_WEIGHTS)
+        self._file = self.read(directory, context.target)
+        return DrafterMemory(weight_bytes=self._file.checkpoint.num_elements() * context.dtype.itemsize)
 
     def load(self, target: Target) -> None:
         with torch.inference_mode():
-            self.start(self._file.load(target.model), target.sampler, target.model.config.vocab_size)
+            self.start(self._file.load(target.model), target.sampler)
 
-    def start(self, network: HeadsNetwork, sampler: DraftSampler, vocab_size: int) -> None:
-        self.network, self.sampler, self.vocab_size = network, sampler, vocab_size
+    def start(self, network: HeadsNetwork, sampler: DraftSampler) -> None:
+        self.network, self.sampler = network, sampler
         self._hidden: dict[int, tuple[int, Tensor]] = {}   # (positions computed, the last one's hidden state [hidden])
 
     def commit(self, committed: Sequence[Committed]) -> None:
@@ -91,7 +92,7 @@ class HiddenHeads(Drafter):
             return network.step(position + 1, state, tokens)
 
         asked = [replace(request, k=min(request.k, network.num_heads)) for request in asked]
-        found = draft_chain(asked, keep, self.sampler, logits, state, advance, network.target_ids, self.vocab_size)
+        found = draft_chain(asked, keep, self.sampler, logits, state, advance, network.target_ids)
         for i, draft in zip(known, found, strict=True):
             drafts[i] = draft
         return drafts

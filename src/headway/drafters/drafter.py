@@ -99,13 +99,18 @@ class DraftSampler(Protocol):
     """Logits of a draft network -> tokens, by the request's own parameters (penalties, bans, temperature, top_p, ...), so that the
     draft distribution is shaped as the target's will be.
 
-    logits   [n, vocab of the target], row i after `drafted[i]`, the tokens drafted for `requests[i]` so far
+    logits     [n, draft vocabulary], row i after `drafted[i]`, the tokens drafted for `requests[i]` so far
+    token_ids  int64 [draft vocabulary]: the target's token of each column; the others are impossible. None: it is the target's vocabulary
     """
 
-    def likely(self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]]) -> list[int]:
+    def likely(
+        self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]], token_ids: Tensor | None = None
+    ) -> list[int]:
         """The most likely tokens: a function of the prefix."""
 
-    def sampled(self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]]) -> tuple[list[int], Tensor]:
+    def sampled(
+        self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]], token_ids: Tensor | None = None
+    ) -> tuple[list[int], Tensor]:
         """For requests that are not greedy: tokens drawn with their sequences' own numbers, and the distributions f32 [n, vocab]."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.drafters.drafter import Drafter, DrafterContext, DrafterMemory, DraftRequest
-from headway.engine.logits import Position
+from headway.engine.logits import Position, argmax, is_edited
 from headway.engine.sampler import Purpose, Sampler, draw, uniforms
 from headway.models.decoder import Decoder
 from headway.types import Sequence
@@ -59,12 +59,20 @@ class SequenceSampler:
         self._sequences = sequences
 
     @torch.inference_mode()
-    def likely(self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]]) -> list[int]:
-        return self._sampler.likely(logits, self._positions(requests, drafted))
+    def likely(
+        self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]], token_ids: Tensor | None = None
+    ) -> list[int]:
+        positions = self._positions(requests, drafted)
+        if token_ids is not None and not any(is_edited(position.seq) for position in positions):
+            found: list[int] = token_ids[argmax(logits)].tolist()   # as wide as the draft vocabulary, not as the target's
+            return found
+        return self._sampler.likely(self._widened(logits, token_ids), positions)
 
     @torch.inference_mode()
-    def sampled(self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]]) -> tuple[list[int], Tensor]:
-        positions = self._positions(requests, drafted)
+    def sampled(
+        self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]], token_ids: Tensor | None = None
+    ) -> tuple[list[int], Tensor]:
+        positions, logits = self._positions(requests, drafted), self._widened(logits, token_ids)
         starts = [len(position.seq.token_ids) for position in positions]
         uniform = uniforms([p.seq.seed for p in positions], starts, [Purpose.DRAFT + p.depth for p in positions])
         probs = torch.empty(len(positions), self._sampler.vocab_size, device=logits.device)
@@ -76,6 +84,12 @@ class SequenceSampler:
             tokens += draw(weights, uniform[begin : begin + len(block)])
             probs[begin : begin + len(block)] = weights[:, : self._sampler.vocab_size]
         return tokens, probs
+
+    def _widened(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
+        if token_ids is None:
+            return logits
+        wide = logits.new_full((len(logits), self._sampler.vocab_size), float("-inf"))
+        return wide.index_copy_(1, token_ids, logits)
 
     def _positions(self, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]]) -> list[Position]:
         return [Position(self._sequences[request.seq_id], tokens, len(tokens)) for request, tokens in zip(requests, drafted, strict=True)]

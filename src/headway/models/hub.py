@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,9 @@ from headway.errors import ModelError, unknown_key
 CONVERSION = 1
 """Part of a converted directory's name: raise it when conversion changes."""
 
-FILE_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+FILE_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
+MODEL_WEIGHTS = ("*.safetensors",)
+SPECULATOR_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")   # drafters/_checkpoint.py reads them as plain tensors
 HUB_TIMEOUT_S = 5.0
 
 
@@ -58,8 +60,11 @@ BUILTIN: dict[str, BuiltinModel] = {
 SUPPORTED = f"{', '.join(BUILTIN)}, a Hugging Face directory, a .gguf file, a hub id (org/name)"
 
 
-def resolve(name: str, *, progress: bool = True) -> Path:
-    """The local Hugging Face directory of `name`; downloads and converts as needed. Raises ModelError."""
+def resolve(name: str, *, progress: bool = True, weights: Sequence[str] = MODEL_WEIGHTS) -> Path:
+    """The local Hugging Face directory of `name`; downloads and converts as needed. Raises ModelError.
+
+    weights  file patterns of which a repository must have one
+    """
     if name in BUILTIN:
         return _builtin(name, progress)
     path = Path(name).expanduser()
@@ -74,7 +79,7 @@ def resolve(name: str, *, progress: bool = True) -> Path:
     if path.is_file():
         raise ModelError(f"{path} is neither a directory nor a GGUF file. Supported: {SUPPORTED}")
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
-        return _from_hub(name, progress)
+        return _from_hub(name, progress, weights)
     if "/" in name or os.sep in name:
         raise ModelError(f"{name} does not exist. Supported: {SUPPORTED}")
     raise ModelError(unknown_key("model", name, BUILTIN) + ", a Hugging Face directory, a .gguf file, or a hub id (org/name)")
@@ -176,31 +181,31 @@ def _hub_answers(hub_id: str) -> bool:
     return True
 
 
-def _hub_snapshot(hub_id: str, *, local: bool) -> Path | None:
+def _hub_snapshot(hub_id: str, *, local: bool, weights: Sequence[str] = MODEL_WEIGHTS) -> Path | None:
     """The snapshot directory of `hub_id`; with `local`, only if a whole one is in the hub's cache already."""
     import huggingface_hub
 
     try:
-        directory = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=FILE_PATTERNS, local_files_only=local))
+        directory = Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=[*FILE_PATTERNS, *weights], local_files_only=local))
     except (OSError, ValueError):
         if local:
             return None
         raise
-    whole = (directory / "config.json").exists() and any(directory.glob("*.safetensors"))
+    whole = (directory / "config.json").exists() and any(path for pattern in weights for path in directory.glob(pattern))
     return directory if whole else None
 
 
-def _from_hub(hub_id: str, progress: bool) -> Path:
+def _from_hub(hub_id: str, progress: bool, weights: Sequence[str] = MODEL_WEIGHTS) -> Path:
     import huggingface_hub
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
-    local = _hub_snapshot(hub_id, local=True)
+    local = _hub_snapshot(hub_id, local=True, weights=weights)
     if local is not None:
         return local
     if not progress:
         disable_progress_bars()
     try:
-        found = _hub_snapshot(hub_id, local=False)
+        found = _hub_snapshot(hub_id, local=False, weights=weights)
     except huggingface_hub.errors.RepositoryNotFoundError as error:
         raise ModelError(f"the hub has no model {hub_id!r}, or it is private (log in with `hf auth login`)") from error
     except Exception as error:  # network, disk, permissions: the hub client raises many kinds
@@ -209,7 +214,7 @@ def _from_hub(hub_id: str, progress: bool) -> Path:
             f"({type(error).__name__}: {error})"
         ) from error
     if found is None:
-        raise ModelError(f"{hub_id!r} has no config.json with safetensors weights; for GGUF, download the file and give its path")
+        raise ModelError(f"{hub_id!r} has no config.json with {', '.join(weights)}; for GGUF, download the file and give its path")
     return found
 
 

@@ -1,0 +1,148 @@
+"""Multi-token prediction modules that are published with, or beside, their targets.
+
+One module: embedding and hidden state are normed and projected together, one decoder layer, a final norm, the target's output layer.
+Drafts beyond the module's own position come from chaining it over its own output (arXiv:2412.19437, section 2.2; with more than
+one module, draft j takes module j, the last one over and over). Layouts read, told apart by their names:
+
+- Qwen's: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`, `mtp.layers.N`, `mtp.norm` (norms and projection are shared);
+- the speculators package's: `mtp_layers.N.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}` beside the layer;
+- MiMo's: the same names under `model.`, the hidden state first in the projection;
+- DeepSeek-V3's: `model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, shared_head.head}` beside layer N, counted on from the target's.
+
+The layer itself must be a dense Llama-like one; mixtures of experts and latent attention are named in the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.drafters._checkpoint import Checkpoint, decoder_shape
+from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwork
+from headway.errors import ModelError
+from headway.models.config import ModelConfig
+from headway.models.decoder import Decoder
+from headway.models.layers import Linear, RMSNorm
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of one published layout; `{i}` is the module's number in the file."""
+
+    name: str
+    probe: str                       # a tensor that only this layout has
+    layer: str
+    project: str
+    token_norm: str
+    hidden_norm: str
+    final_norm: str
+    hidden_first: bool = False       # in the projection's input
+    mask_first: bool = False         # position 0 reads no token
+
+
+LAYOUTS = (
+    Layout("Qwen", "mtp.fc.weight", "mtp.layers.{i}", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    Layout(
+        "MiMo", "model.mtp_layers.0.input_proj.weight", "model.mtp_layers.{i}", "model.mtp_layers.{i}.input_proj",
+        "model.mtp_layers.{i}.token_layernorm", "model.mtp_layers.{i}.hidden_layernorm", "model.mtp_layers.{i}.final_layernorm",
+        hidden_first=True, mask_first=True,
+    ),
+    Layout(
+        "speculators", "mtp_layers.0.input_proj.weight", "mtp_layers.{i}", "mtp_layers.{i}.input_proj",
+        "mtp_layers.{i}.token_layernorm", "mtp_layers.{i}.hidden_layernorm", "mtp_layers.{i}.final_layernorm",
+    ),
+    Layout(
+        "DeepSeek", "model.layers.{i}.eh_proj.weight", "model.layers.{i}", "model.layers.{i}.eh_proj", "model.layers.{i}.enorm",
+        "model.layers.{i}.hnorm", "model.layers.{i}.shared_head.norm", mask_first=True,
+    ),
+)
+
+UNSUPPORTED = {
+    "mlp.experts": "a mixture of experts",
+    "mlp.gate.weight": "a mixture of experts",
+    "self_attn.kv_a_proj": "latent attention",
+    "linear_attn": "linear attention",
+}
+
+
+class MTPNetwork(FeatureNetwork):
+    """One module, chained over its own normed output."""
+
+    project: Linear
+    token_norm: RMSNorm
+    hidden_norm: RMSNorm
+    final_norm: RMSNorm
+    layout: Layout
+
+    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
+        return hidden[0]
+
+    def enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.layout.mask_first:
+            embeds = embeds * (positions > 0).unsqueeze(-1)
+        parts = [self.token_norm(embeds), self.hidden_norm(features)]
+        x = self.project(torch.cat(parts[::-1] if self.layout.hidden_first else parts, -1))
+        return self.layers[0].input_norm(x), x
+
+    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.final_norm(x)
+        return self.lm_head(normed), normed
+
+
+class MTPFile(FeatureFile):
+    """A checkpoint that holds a module, alone or with the whole target. Raises ModelError naming what does not fit."""
+
+    hidden_layers = (-1,)
+
+    def __init__(self, directory: Path, target: ModelConfig) -> None:
+        self.checkpoint = checkpoint = Checkpoint(directory)
+        whole = checkpoint.config
+        config: Mapping[str, Any] = whole.get("transformer_layer_config") or whole.get("text_config") or whole
+        first = target.num_layers
+        for layout in LAYOUTS:
+            self.index = first if layout.name == "DeepSeek" else 0
+            if layout.probe.format(i=self.index) in checkpoint:
+                self.layout = layout
+                break
+        else:
+            wanted = ", ".join(layout.probe.format(i=first) for layout in LAYOUTS)
+            raise ModelError(f"{directory} has no multi-token prediction module this reader knows; looked for {wanted}")
+        self.shape = decoder_shape(checkpoint, config, target, 1)
+        if self.shape.hidden_size != target.hidden_size:
+            sizes = f"made for a target of hidden size {self.shape.hidden_size}, the target's is {target.hidden_size}"
+            raise ModelError(f"{directory}: {sizes}")
+        layer = self.name(self.layout.layer)
+        for part, what in UNSUPPORTED.items():
+            if any(name.startswith(f"{layer}.{part}") for name in checkpoint.names):
+                raise ModelError(f"{directory}: the module's layer has {what}, which is not supported. Supported: dense Llama-like layers")
+
+    def name(self, pattern: str) -> str:
+        return pattern.format(i=self.index)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the module; the directory may hold the whole target beside it."""
+        layout = self.layout
+        parts = {self.name(part) for part in (layout.layer, layout.project, layout.token_norm, layout.hidden_norm, layout.final_norm)}
+        return self.checkpoint.num_elements(tuple(f"{part}." for part in parts))
+
+    @torch.inference_mode()
+    def load(self, target: Decoder) -> MTPNetwork:
+        shape, layout = self.shape, self.layout
+        build = Builder(self.checkpoint, shape, target.dtype, target.device)
+        layer = build.layer(self.name(layout.layer))
+        head = self.name("model.layers.{i}.shared_head.head.weight")
+        own_head = layout.name == "DeepSeek" and head in self.checkpoint
+        lm_head = Linear(build.take(head, shape.vocab_size, shape.hidden_size)) if own_head else target.lm_head
+        network = MTPNetwork(shape, self.hidden_layers, target.embedding, [layer], lm_head, None)
+        network.layout = layout
+        network.project = build.linear(self.name(layout.project), {"": shape.hidden_size}, 2 * shape.hidden_size)
+        network.token_norm, network.hidden_norm = build.norm(self.name(layout.token_norm)), build.norm(self.name(layout.hidden_norm))
+        network.final_norm = build.norm(self.name(layout.final_norm))
+        network.num_bytes = build.num_bytes
+        return network

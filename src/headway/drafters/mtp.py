@@ -1,0 +1,18 @@
+"""Multi-token prediction: the module that a target was trained with drafts for it (DeepSeek-V3, arXiv:2412.19437)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.drafters._feature_chain import FeatureChain
+from headway.drafters._mtp_network import MTPFile
+from headway.models.config import ModelConfig
+
+
+class MTP(FeatureChain):
+    """`model` names the directory of the module; left out, it is in the target's own."""
+
+    needs_model = False
+
+    def read(self, directory: Path, target: ModelConfig) -> MTPFile:
+        return MTPFile(directory, target)

@@ -1,0 +1,127 @@
+"""Multi-token prediction modules load as published and compute what the `speculators` package computes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headway.config import EngineConfig, SpeculativeConfig
+from headway.drafters._mtp_network import MTPFile, MTPNetwork
+from headway.engine.engine import Engine
+from headway.errors import ModelError
+from headway.models.attention import KVCache
+from headway.models.decoder import Decoder
+from headway.models.loader import load_model
+from headway.types import Request, SamplingParams
+from tests import speculators_reference
+from tests.heads import mtp_dir
+from tests.speculators_reference import MTP_FIXTURE, inputs, make_mtp_directories
+from tests.tiny import tiny_model_dir
+
+ROWS = 5
+
+
+def load_target(directory: Path) -> Decoder:
+    return load_model(str(directory), dtype="float32", device="cpu", progress=False)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_target(tiny_model_dir(tmp_path_factory.mktemp("target"), "llama", seed=3))
+
+
+def logits_of(network: MTPNetwork, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    cache = KVCache(network.shape, 1, 16, network.dtype, network.device)
+    plan = cache.plan([([0], 0, ROWS)])
+    x = network.forward(tokens[1 : ROWS + 1], torch.arange(ROWS), network.fuse([hidden[:ROWS]]), plan, cache)
+    return network.predict(x)[0]
+
+
+def test_logits_equal_the_speculators_package(tmp_path: Path) -> None:
+    directory, module = make_mtp_directories(tmp_path)
+    target = load_target(directory)
+    tokens, hidden = inputs(directory)
+    found = logits_of(MTPFile(module, target.config).load(target), tokens, hidden[0])
+    torch.testing.assert_close(found[:, ::20], torch.tensor(json.loads(MTP_FIXTURE.read_text())), atol=5e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package `speculators` is not installed")
+def test_the_recorded_numbers_are_those_of_the_package() -> None:
+    live = torch.tensor(speculators_reference.ask_speculators_mtp())[:, ::20]
+    torch.testing.assert_close(live, torch.tensor(json.loads(MTP_FIXTURE.read_text())), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["qwen", "mimo", "deepseek"])
+def test_every_layout_is_the_same_module(target: Decoder, tmp_path: Path, layout: str) -> None:
+    """From the same tensors, but for what a layout does otherwise: MiMo's projection reads the hidden state first, MiMo and DeepSeek
+    leave position 0 without a token, DeepSeek has an output layer of its own."""
+    one = MTPFile(mtp_dir(tmp_path / "a", target.directory), target.config).load(target)
+    other = MTPFile(mtp_dir(tmp_path / "b", target.directory, layout=layout), target.config).load(target)
+    if layout == "mimo":
+        halves = load_file(tmp_path / "b" / "model.safetensors")
+        name = "model.mtp_layers.0.input_proj.weight"
+        save_file({**halves, name: torch.cat(halves[name].chunk(2, -1)[::-1], -1)}, tmp_path / "b" / "model.safetensors")
+        other = MTPFile(tmp_path / "b", target.config).load(target)
+    tokens, hidden = torch.arange(20, 30), torch.randn(9, 64)
+    assert other.layout.mask_first == (layout != "qwen")
+    own_head = other.lm_head
+    if layout == "deepseek":
+        assert own_head is not target.lm_head
+        other.lm_head = target.lm_head
+    if other.layout.mask_first:
+        assert not torch.allclose(logits_of(one, tokens, hidden), logits_of(other, tokens, hidden), atol=1e-3)
+        object.__setattr__(other.layout, "mask_first", False)
+        try:
+            torch.testing.assert_close(logits_of(one, tokens, hidden), logits_of(other, tokens, hidden), atol=1e-4, rtol=1e-4)
+        finally:
+            object.__setattr__(other.layout, "mask_first", True)
+    else:
+        torch.testing.assert_close(logits_of(one, tokens, hidden), logits_of(other, tokens, hidden), atol=1e-4, rtol=1e-4)
+
+
+def test_the_module_inside_the_target_needs_no_name(target: Decoder, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(target.directory, whole)
+    module = load_file(mtp_dir(tmp_path / "m", target.directory, layout="qwen", model_type="llama") / "model.safetensors")
+    save_file({**load_file(whole / "model.safetensors"), **module}, whole / "model.safetensors")
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    speculative = SpeculativeConfig.parse({"method": "mtp", "num_speculative_tokens": 2})
+    with pytest.raises(ModelError, match=r"mlp.gate_proj.weight has shape"):   # the tiny module is narrower than the target's layers
+        Engine(EngineConfig(model=str(whole), dtype="float32", device="cpu", speculative=speculative))
+    wide = {name: torch.nn.functional.pad(t, (0, 0, 0, 16)) if "gate_proj" in name or "up_proj" in name else
+            torch.nn.functional.pad(t, (0, 16)) if "down_proj" in name else t for name, t in module.items()}  # fmt: skip
+    save_file({**load_file(target.directory / "model.safetensors"), **wide}, whole / "model.safetensors")
+    engine = Engine(EngineConfig(model=str(whole), dtype="float32", device="cpu", speculative=speculative))
+    engine.add(Request("r", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)))
+    while engine.has_work():
+        engine.step()
+    assert sum(engine.metrics.verified.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"mtp.layers.0.mlp.experts.0.gate_proj.weight": torch.zeros(2)}, "a mixture of experts"),
+        ({"mtp.layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(2)}, "latent attention"),
+        ({"mtp.norm.weight": torch.zeros(3)}, r"mtp.norm.weight has shape \(3,\), expected \(64,\)"),
+    ],
+)
+def test_errors_name_what_is_wrong(target: Decoder, tmp_path: Path, extra: dict[str, torch.Tensor], message: str) -> None:
+    directory = mtp_dir(tmp_path / "m", target.directory, layout="qwen")
+    save_file({**load_file(directory / "model.safetensors"), **extra}, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        MTPFile(directory, target.config).load(target)
+
+
+def test_a_directory_without_a_module(target: Decoder) -> None:
+    with pytest.raises(ModelError, match=r"no multi-token prediction module.*mtp.fc.weight.*model.layers.2.eh_proj.weight"):
+        MTPFile(target.directory, target.config)
+    with pytest.raises(ModelError, match="no multi-token prediction module"):
+        Engine(EngineConfig(model=str(target.directory), device="cpu", speculative=SpeculativeConfig.parse("mtp")))
