@@ -284,3 +284,31 @@ def test_argmax(library: native.Library, num_rows: int, width: int, dtype: torch
     assert ops.argmax(library, logits).tolist() == logits.float().numpy().argmax(-1).tolist()
     with pytest.raises(ValueError, match="argmax takes"):
         ops.argmax(library, torch.zeros(4, 6)[:, ::2])
+
+
+@EXAMPLES
+@given(
+    num_rows=st.integers(1, 4), width=st.integers(2, 700), spread=st.sampled_from([0.0, 0.1, 3.0, 30.0]), seed=st.integers(0, 99),
+    top_k=st.integers(0, 50), top_p=st.sampled_from([0.0001, 0.3, 0.9, 0.999, 1.0]), min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_top_floors(
+    library: native.Library, num_rows: int, width: int, spread: float, seed: int, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Against sorting each row in float64; ties and rounding may move the floor by one of the values next to it."""
+    random = torch.Generator().manual_seed(seed)
+    probs = (torch.randn(num_rows, width, generator=random) * spread).softmax(-1)
+    floors = probs.amax(-1) * min_p
+    found = ops.top_floors(library, probs, floors, torch.full((num_rows,), top_k), torch.full((num_rows,), top_p, dtype=torch.float64))
+    for row, floor, result in zip(probs, floors.tolist(), found.tolist(), strict=True):
+        ordered = row.double().sort(descending=True).values
+        if 0 < top_k < width:
+            floor = max(floor, ordered[top_k - 1].item())
+        kept = ordered[ordered >= floor]
+        if top_p < 1.0:
+            share = kept.cumsum(0) / (kept.sum() if floor > 0 else 1.0)
+            accepted = {kept[min(int((share < bound).sum()), len(kept) - 1)].item() for bound in (top_p - 1e-6, top_p, top_p + 1e-6)}
+            assert result in accepted
+        else:
+            assert result == floor
+    with pytest.raises(ValueError, match="top_floors takes"):
+        ops.top_floors(library, probs, floors.double(), torch.full((num_rows,), top_k), torch.full((num_rows,), top_p))

@@ -186,6 +186,9 @@ def _floors(probs: Tensor, params: SequenceOf[SamplingParams], vocab_size: int) 
     if searched:
         top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab_size else 0 for p in params], device=probs.device)
         top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=probs.device)
+        library = native.library() if probs.device.type == "cpu" else None
+        if library is not None:
+            return ops.top_floors(library, probs, floors, top_k, top_p)
         pending = torch.tensor(searched, device=probs.device)
         for columns in (SEARCH_COLUMNS, probs.shape[1]):
             rows = probs if len(pending) == len(params) else probs.index_select(0, pending)

@@ -54,6 +54,15 @@ typedef struct {
     int32_t num_threads;
 } argmax_args;
 
+typedef struct {
+    const float *probs;         // [num_rows][width], dense, >= 0
+    float *floors;              // [num_rows], in and out: nothing below is kept
+    const int64_t *top_k;       // [num_rows], 0: off
+    const double *top_p;        // [num_rows], 1: off
+    int64_t num_rows, width;
+    int32_t num_threads;
+} floor_args;
+
 void attention_bf16(attention_args *args);
 void rotate_bf16(rotate_args *args);
 void norm_bf16(norm_args *args);

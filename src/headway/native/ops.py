@@ -51,6 +51,12 @@ class _ArgmaxArgs(ctypes.Structure):
     _fields_ = (("logits", _P), ("out", _P), ("num_rows", _I64), ("width", _I64), ("stride", _I64), ("num_threads", _I32))
 
 
+class _FloorArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("probs", "floors", "top_k", "top_p")), ("num_rows", _I64), ("width", _I64), ("num_threads", _I32),
+    )
+
+
 def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [num_tokens, width], weight [width]; width a multiple of 16."""
     num_tokens, width = x.shape
@@ -121,4 +127,23 @@ def argmax(library: Library, logits: Tensor) -> Tensor:
     out = torch.empty(num_rows, dtype=torch.int64)
     args = _ArgmaxArgs(logits.data_ptr(), out.data_ptr(), num_rows, width, logits.stride(0), torch.get_num_threads())
     library.function("argmax", logits.dtype)(ctypes.byref(args))
+    return out
+
+
+def top_floors(library: Library, probs: Tensor, floors: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The least probability that is kept of each row, float32 [n]: of the `top_k` most likely tokens not below `floors`, as many as reach
+    the share `top_p` of what is left.
+
+    probs  float32 [n, width], >= 0, rows sum to 1     floors  float32 [n]
+    top_k  int64 [n], 0: off                           top_p   float64 [n], 1: off
+    """
+    num_rows, width = probs.shape
+    columns = ((floors, torch.float32), (top_k, torch.int64), (top_p, torch.float64))
+    if probs.dtype != torch.float32 or not probs.is_contiguous() or any(c.dtype != kind or c.shape != (num_rows,) for c, kind in columns):
+        raise ValueError("top_floors takes contiguous float32 probs [n, width], float32 floors, int64 top_k and float64 top_p [n]")
+    out, top_k, top_p = floors.clone(), top_k.contiguous(), top_p.contiguous()
+    args = _FloorArgs(
+        probs.data_ptr(), out.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), num_rows, width, torch.get_num_threads(),
+    )
+    library.function("floor", torch.float32)(ctypes.byref(args))
     return out
