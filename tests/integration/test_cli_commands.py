@@ -254,6 +254,19 @@ def test_a_sweep_is_measured_continued_and_reported(headway: Headway, tiny_dir: 
     assert (tmp_path / "s.html").read_text() == page
 
 
+def test_an_interrupted_sweep_has_a_report_and_can_go_on(
+    headway: Headway, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headway.bench.sweep.Sweep._run", interrupt)
+    words = ("bench", "sweep", str(tiny_dir), *FAST, "--workloads", "chat", "--concurrencies", "1", "--output", str(tmp_path / "s.json"))
+    _, err = headway(*words, code=130)
+    assert "interrupted: the same command continues" in err
+    assert "No cell has a valid run" in (tmp_path / "s.html").read_text()
+
+
 # -- benchmarks against a server ----------------------------------------------------------------------------------
 
 

@@ -56,8 +56,13 @@ def _sweep(args: argparse.Namespace, options: SweepOptions, output: Path) -> int
     num_runs = len(sweep.cells(options)) * len(head["configurations"]) * options.repeats
     print(f"{len(head['cells'])} cells x {len(head['configurations'])} configurations x {options.repeats} repeats = {num_runs} runs; "
           f"{len(results.runs)} are in {output} already", file=sys.stderr)
-    with _bar(num_runs) as advance:
-        Sweep(engine, options, results, advance).run()
+    try:
+        with _bar(num_runs) as advance:
+            Sweep(engine, options, results, advance).run()
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command continues {output}", file=sys.stderr)
+        _finish(results.document, output)
+        raise
     return _finish(results.document, output)
 
 
@@ -77,7 +82,7 @@ def _finish(document: dict[str, Any], output: Path) -> int:
     from headway.bench.sweep_analysis import Analysis
     from headway.bench.sweep_report import html
 
-    analysis = Analysis(document)
+    analysis = Analysis(document)   # of whole blocks only
     errors = [error for run in document["runs"] for error in run["errors"]]
     document |= {"analysis": analysis.to_json(), "invalid": any(run["invalid"] for run in document["runs"]), "errors": errors[:5]}
     page = output.with_suffix(".html")
