@@ -21,6 +21,7 @@ from headway.errors import ConfigError, unknown_key
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 REJECTION_METHODS = ("standard", "block", "synthetic", "lossy_typical")
 DEFAULT_METHOD = "suffix"
+DEFAULT_POLICY = "goodput"
 DEFAULT_NUM_SPECULATIVE_TOKENS = {"suffix": 16, "ngram": 4}
 
 # vLLM's top-level keys that choose a policy by being present.
@@ -42,7 +43,7 @@ class SpeculativeConfig:
         DEFAULT_METHOD, "drafter, or a list of drafters to choose from: names from `headway list drafters`, or package.module:Class"
     )
     num_speculative_tokens: int = option(DEFAULT_NUM_SPECULATIVE_TOKENS[DEFAULT_METHOD], "upper bound on drafts per sequence and step")
-    policy: str = option("static", "how many drafts, step by step: a name from `headway list policies`, or package.module:Class")
+    policy: str = option(DEFAULT_POLICY, "how many drafts, step by step: a name from `headway list policies`, or package.module:Class")
     model: str | None = option(None, "draft model, for the drafters that have one")
     rejection_sample_method: str = option("standard", "how drafts are accepted", choices=REJECTION_METHODS)
     synthetic_acceptance_rates: tuple[float, ...] | None = option(None, "synthetic: marginal acceptance rate of each position")
@@ -123,7 +124,7 @@ class SpeculativeConfig:
                 if key in policy_given:
                     raise ConfigError(f"{key} is given twice: by itself and inside \"policy\"")
                 policy, policy_given[key] = implied, given.pop(key)
-        policy = policy or "static"
+        policy = policy or DEFAULT_POLICY
         policy_options = _option_types(plugins.load("policy", policy))
         for key in policy_given:
             if key not in policy_options:

@@ -83,7 +83,9 @@ class LiveServer:
 
 @contextlib.contextmanager
 def live_server(directory: Path, options: ServerOptions | None = None, **config: Any) -> Iterator[LiveServer]:
-    settings = {"dtype": "float32", "kv_cache_memory_bytes": 4 * 2**20, "speculative": SpeculativeConfig.parse("ngram"), **config}
+    # Always drafting: a policy that learns would rightly leave a random model alone.
+    speculative = SpeculativeConfig.parse({"method": "ngram", "policy": "static"})
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 4 * 2**20, "speculative": speculative, **config}
     engine = Engine(EngineConfig(model=str(directory), **settings))
     app = build_app(engine, options or ServerOptions(served_model_name=MODEL))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))

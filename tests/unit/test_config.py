@@ -36,7 +36,7 @@ def test_off_is_none() -> None:
 def test_the_default(value: Any) -> None:
     assert parse(value) == SpeculativeConfig()
     assert parse(value).build_drafter().name == "suffix"
-    assert parse(value).build_policy().name == "static"
+    assert parse(value).build_policy().name == "goodput"
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

@@ -59,8 +59,8 @@ def test_static_asks_the_first_drafter_for_k() -> None:
     assert plan == {1: Choice("suffix", 8), 2: Choice("suffix", 3)}
 
 
-def test_static_is_the_default() -> None:
-    assert isinstance(make({}), Static)
+def test_static_asks_nobody_when_nobody_runs() -> None:
+    assert isinstance(make({"policy": "static"}), Static)
     assert Static().plan(view()) == {}
 
 

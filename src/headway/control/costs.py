@@ -97,7 +97,7 @@ class CostModel:
         fit = self._drafters.get(drafter)
         if fit is None or num_rows <= 0 or not fit.num_observed:
             return 0.0
-        return fit.predict((num_rows, num_steps, num_catch_up))
+        return _draft_ms(fit, num_rows, num_steps, num_catch_up)
 
     @property
     def error(self) -> float:
@@ -129,7 +129,7 @@ class CostModel:
             if part.num_rows > 0:
                 fit = self._drafters.setdefault(part.drafter, _Fit(_draft_design, _DRAFT_SMOOTH))
                 asked = (part.num_rows, part.num_steps, part.num_catch_up)
-                fit.observe(asked, part.draft_ms, fit.predict(asked))
+                fit.observe(asked, part.draft_ms, _draft_ms(fit, *asked))
 
     def learn(self, measured: Iterable[tuple[Work, float]]) -> None:
         """Measurements of a profile, (work, milliseconds): taken as they are, in one fit."""
@@ -201,7 +201,8 @@ class _Fit:
         self._next_refit = 2
         self._typical = 0.3         # log error that is nothing special
         self._outliers: list[float] = []   # log errors of the latest steps, as long as each is one
-        self.theta = smooth @ np.full(smooth.shape[1], 1.0 / smooth.shape[1])
+        self.theta: FloatArray = smooth @ np.full(smooth.shape[1], 1.0 / smooth.shape[1])
+        self.coefficients: list[float] = self.theta.tolist()
         self.speed = 1.0
         self._fitted_speed = 1.0    # when what is in the cells was last devalued
         self.num_observed = 0
@@ -209,9 +210,6 @@ class _Fit:
     @property
     def error(self) -> float:
         return float(np.median(self._recent[: min(self._num_recent, _RECENT)])) if self._num_recent else math.inf
-
-    def predict(self, raw: Sequence[float]) -> float:
-        return self.speed * float((self._design(np.array([raw], dtype=np.float64)) @ self.theta)[0])
 
     def observe(self, raw: Sequence[float], ms: float, predicted: float) -> None:
         if not (math.isfinite(ms) and ms > 0.0):
@@ -281,6 +279,7 @@ class _Fit:
         relative = np.sqrt(np.diag(gram) / max(float(weight.sum()), 1e-9)) + 0.02 / float(np.median(ms))
         ridge = _SHRINK * relative**2
         self.theta = _nonnegative(gram + np.diag(ridge), target + ridge * prior, prior, 30)
+        self.coefficients = self.theta.tolist()
 
     def to_json(self) -> dict[str, Any]:
         cells = [[*key] for key in self._cells]
@@ -341,6 +340,12 @@ def _target_smooth() -> FloatArray:
 
 # Rows, rows * steps, catching up: what is paid once whatever the number of rows has to show in the data.
 _DRAFT_SMOOTH = np.eye(5)[:, [1, 3, 4]]
+
+
+def _draft_ms(fit: _Fit, rows: int, steps: int, catch_up: int) -> float:
+    """`_draft_design` times theta, without arrays: asked several times a step."""
+    fixed, per_row, per_step, per_both, per_unseen = fit.coefficients
+    return fit.speed * (fixed + per_row * rows + per_step * steps + per_both * rows * steps / 8.0 + per_unseen * catch_up / 256.0)
 
 
 def _draft_design(raw: FloatArray) -> FloatArray:
