@@ -31,6 +31,9 @@ def _draft_model(folder: Path, target: Path) -> dict[str, Any]:
 
 MAKERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "draft_model": _draft_model,
+    "cascade": _draft_model,
+    # Left to itself it would not draft for a model of random weights.
+    "layer_skip": lambda folder, target: {"layer_skip_exit": 1},
     "eagle": lambda folder, target: {"model": str(heads.eagle3_dir(folder / "eagle3", target))},
     "medusa": lambda folder, target: {"model": str(heads.medusa_dir(folder / "medusa", target))},
     "mtp": lambda folder, target: {"model": str(heads.mtp_dir(folder / "mtp", target))},

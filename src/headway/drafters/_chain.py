@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.control.policy import Policy
+from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
 from headway.types import Draft
 
@@ -19,13 +20,15 @@ Advance = Callable[[list[int], Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 def draft_chain(
     requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, logits: Tensor, state: Tensor, advance: Advance,
-    target_ids: Tensor | None,
+    target_ids: Tensor | None, head: ConfidenceHead | None = None,
 ) -> list[Draft]:
     """One draft per request. `logits` [n, draft vocabulary] and `state` [n, ...] are those before the first draft token.
 
     target_ids  int64 [draft vocabulary]: the target's token for each; None: the vocabularies are the same
 
-    Confidence is the largest probability, which depends on the prefix alone; the policy sees it before the token is chosen.
+    head        estimates confidence from the state; None: it is the largest probability
+
+    Both depend on the prefix alone; the policy sees the confidence before the token is chosen.
     """
     listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
     drafts = [Draft([], confidence=[]) for _ in requests]
@@ -33,7 +36,7 @@ def draft_chain(
     going = np.arange(len(requests))
     ks = np.array([request.k for request in requests])
     for position in range(int(ks.max())):
-        confidence = _confidence(logits)
+        confidence = _confidence(logits) if head is None else head(state).cpu().numpy()
         if listens:
             kept = keep([requests[i].seq_id for i in going.tolist()], position, confidence.astype(np.float64))
             going, confidence, logits, state = _subset(kept, going, confidence, logits, state)

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.config import option
 from headway.drafters._chain import draft_chain
+from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters._feature_network import FeatureFile, FeatureNetwork
 from headway.drafters._features import FeatureStore, FeatureTrack
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
@@ -49,6 +51,14 @@ class FeatureChain(Drafter):
     needs_model = True
     deterministic = False
 
+    @dataclass(frozen=True)
+    class Options:
+        confidence_head: str | None = option(None, "safetensors file of an acceptance head; default: confidence is the largest probability")
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or self.Options()
+        self.head: ConfidenceHead | None = None
+
     @abstractmethod
     def read(self, directory: Path, target: ModelConfig) -> FeatureFile:
         """The checkpoint in `directory`, its weights not read yet. Raises ModelError."""
@@ -68,6 +78,8 @@ class FeatureChain(Drafter):
     def load(self, target: Target) -> None:
         num_blocks = target.cache.num_blocks
         self.start(self._file.load(target.model), target.sampler, num_blocks, self.block_size, num_blocks * self._kept_bytes)
+        if self.options.confidence_head is not None:
+            self.head = ConfidenceHead(Path(self.options.confidence_head).expanduser(), self.network.shape.hidden_size, target.model.device)
 
     def start(self, network: FeatureNetwork, sampler: DraftSampler, num_blocks: int, block_size: int, kept_bytes: int) -> None:
         """`num_blocks` of its own K/V, in blocks of `block_size` tokens; `kept_bytes` of hidden states for prefix hits."""
@@ -147,7 +159,7 @@ class FeatureChain(Drafter):
             return network.predict(self._advance([states[i] for i in going], tokens, features, position))
 
         logits, features = network.predict(self._catch_up(requests, states))
-        return draft_chain(requests, keep, self.sampler, logits, features, advance, network.target_ids)
+        return draft_chain(requests, keep, self.sampler, logits, features, advance, network.target_ids, self.head)
 
     def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Tensor:
         """Reads what was committed since; returns the network's output at each last position [num_requests, hidden]."""
