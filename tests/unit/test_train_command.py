@@ -74,7 +74,9 @@ def test_interrupted_and_resumed_is_uninterrupted(target: Path, tmp_path: Path, 
         with pytest.raises(KeyboardInterrupt):
             train_run.train(options(target, tmp_path / "parts"), "", Screen(quiet=True))
     assert not (tmp_path / "parts" / "model.safetensors").exists()
-    train_run.train(options(target, tmp_path / "parts"), "", Screen(quiet=True))
+    texts = (tmp_path / "parts" / "run" / "texts.jsonl").read_bytes()
+    train_run.train(options(target, tmp_path / "parts", minutes=500.0), "", Screen(quiet=True))   # more time changes no text
+    assert (tmp_path / "parts" / "run" / "texts.jsonl").read_bytes() == texts
     for name in ("model.safetensors", "run/texts.jsonl", "run/held_out.jsonl"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes(), name
 

@@ -48,9 +48,13 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
     engine = Engine(EngineConfig(
         model=options.target, dtype=options.dtype, device=options.device, seed=options.seed, num_threads=options.num_threads,
     ), progress=True)  # fmt: skip
-    with _interruptible() as stopped:
-        spent = _Spent(plan, began)
-        texts, held_out = _write_texts(engine, options, run, spent.deadline(DATA_SHARE * budget), screen, stopped)
+    with _interruptible() as stopped, _Spent(plan, began) as spent:
+        if "num_texts" not in plan.values:
+            _write_texts(engine, options, run, spent.deadline(DATA_SHARE * budget), screen, stopped)
+        texts, held_out = read_texts(run / "texts.jsonl"), read_texts(run / "held_out.jsonl")
+        if not texts:
+            raise ConfigError("no text was written in the time: give more --minutes")
+        texts = texts[: plan.number("num_texts", lambda: len(texts))]   # more time later must not change what is learned
         target = engine.model
         ids = draft_vocabulary(_counts(texts, target.config.vocab_size), options.draft_vocab_size).to(target.device)
         shape = HeadShape.of(target.config, len(ids))
@@ -61,7 +65,6 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
         batches = [collate(Features(target, shape.layers, held_out, run, 0).get([i]), options.ttt_steps) for i in range(len(held_out))]
         trainer = Trainer(head, target, texts, features, batches, options, run)
         trainer.load()
-        spent.save()
         _check(stopped)
         left = budget * (1.0 - END_SHARE) - spent.seconds
         num_steps = plan.number("num_steps", lambda: options.num_steps or max(1, int(left / trainer.measure())))
@@ -69,8 +72,7 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
         deadline = time.monotonic() + SLACK * max(left, 1.0) if options.num_steps is None else float("inf")
         with screen.steps(num_steps, run / "log.jsonl") as report:
             trainer.run(num_steps, report, deadline, stopped)
-    spent.save()
-    _check(stopped)
+        _check(stopped)
     rates = trainer.evaluate()
     write_speculator(out, head.eval(), target, name=options.target, num_speculative_tokens=NUM_DRAFTS)
     live = accept_live(engine, out, [text.token_ids[: text.num_prompt] for text in held_out], options, screen)
@@ -92,8 +94,8 @@ def new_head(shape: HeadShape, target: Decoder, target_ids: torch.Tensor, seed: 
 
 def _write_texts(
     engine: Engine, options: TrainOptions, run: Path, deadline: float, screen: Screen, stopped: Callable[[], bool]
-) -> tuple[list[Text], list[Text]]:
-    """(texts to learn from, held-out texts that the target wrote greedily)"""
+) -> None:
+    """run/texts.jsonl, to learn from, and run/held_out.jsonl, written greedily by the target and never learned."""
     longest = min(MAX_TEXT, engine.max_model_len)
     prompts: list[list[int]] | None = None
     ready: list[Text] = []
@@ -108,8 +110,7 @@ def _write_texts(
         data.write_texts(engine, held_out_file, todo, seed=options.seed + 1, deadline=float("inf"), num_tokens=None, num_texts=wanted,
                          greedy=True, advance=advance, **common)  # fmt: skip
     _check(stopped)
-    held_out = read_texts(held_out_file.path)
-    file = TextFile(run / "texts.jsonl", held_out)
+    file = TextFile(run / "texts.jsonl", read_texts(held_out_file.path))
     for text in ready:
         if file.is_new(text.token_ids[: text.num_prompt]):
             file.add(text)
@@ -120,10 +121,6 @@ def _write_texts(
             data.write_texts(engine, file, todo, seed=options.seed, deadline=deadline, num_tokens=options.num_tokens, advance=advance,
                              **common)  # fmt: skip
     _check(stopped)
-    texts = read_texts(file.path)
-    if not texts:
-        raise ConfigError("no text was written in the time: give more --minutes")
-    return texts, held_out
 
 
 def _held_out_prompts(prompts: list[list[int]] | None, ready: list[Text]) -> list[list[int]] | None:
@@ -164,7 +161,7 @@ class _Plan:
 
 
 class _Spent:
-    """Seconds used by all runs so far."""
+    """Seconds used by all runs so far; written down however this one ends."""
 
     def __init__(self, plan: _Plan, began: float) -> None:
         self.plan, self.began = plan, began
@@ -177,7 +174,10 @@ class _Spent:
     def deadline(self, budget: float) -> float:
         return time.monotonic() + budget - self.seconds
 
-    def save(self) -> None:
+    def __enter__(self) -> _Spent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.plan.set("seconds", self.seconds)
 
 
