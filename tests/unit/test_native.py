@@ -60,6 +60,12 @@ def test_a_broken_library_is_a_reason_not_a_crash(tmp_path: Path) -> None:
     assert "cannot be loaded" in said
 
 
+def test_a_library_from_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "INTERFACE", native.INTERFACE + 1)
+    with pytest.raises(OSError, match="built from other sources"):
+        native.Library(native.library_path(BUILT[0]), BUILT[0])
+
+
 # ------------------------------------------------------------------------------------------------------------ attention
 
 

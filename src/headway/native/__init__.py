@@ -20,6 +20,8 @@ import torch
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 LANES = 16
+INTERFACE = 1
+"""As in kernels.h."""
 
 VARIANTS = ("avx512_bf16", "avx512", "avx2", "neon")
 """Best first."""
@@ -29,9 +31,12 @@ class Library:
     """One compiled library. Functions are looked up by name; threads are PyTorch's own."""
 
     def __init__(self, path: Path, variant: str) -> None:
-        """Raises OSError when the file is not a library for this machine."""
+        """Raises OSError when the file is not a library for this machine, or one of another version of these sources."""
         self.path, self.variant = path, variant
         self._dll = ctypes.CDLL(str(path))
+        found = self._dll.interface_number() if hasattr(self._dll, "interface_number") else None
+        if found != INTERFACE:
+            raise OSError(f"built from other sources (interface {found}, not {INTERFACE}); install again")
         self._functions: dict[tuple[str, torch.dtype], Callable[[object], None]] = {}
         team = _start_team()
         self.threaded = team is not None
@@ -74,7 +79,7 @@ def choose() -> Choice:
             continue
         try:
             return Choice(Library(path, variant), f"the best of {', '.join(supported)}, which this CPU has")
-        except (OSError, AttributeError) as error:
+        except OSError as error:
             return Choice(None, f"{path.name} cannot be loaded: {error}")
     return Choice(None, "not built: no C compiler at install time")
 

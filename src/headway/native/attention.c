@@ -57,6 +57,7 @@ EXPORT int bf16_pack(void) {
 #endif
 }
 
+EXPORT int interface_number(void) { return INTERFACE; }
 EXPORT int tile_rows(void) { return TILE; }
 EXPORT int max_head_dim(void) { return MAX_HEAD_DIM; }
 EXPORT void attention_f32(attention_args *args) { run_parallel(attend_task_f32, args, args->num_tasks, args->num_threads); }
