@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest, drafter: dict[str, Any], model_dir: P
 
 
 def build(model_dir: Path, speculative: SpeculativeConfig | None) -> Engine:
-    shape = {"max_model_len": 256, "block_size": 16}
+    shape = {"max_model_len": 256, "block_size": 16, "profile": False}
     return Engine(EngineConfig(model=str(model_dir), dtype="float32", device="cpu", speculative=speculative, **shape))
 
 
