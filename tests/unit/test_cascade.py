@@ -49,7 +49,7 @@ class Oracle(Drafter):
 
 def run(models: tuple[Path, Path], speculative: dict[str, Any], temperature: float, oracle: Run | None = None) -> Run:
     target, draft = models
-    config = SpeculativeConfig.parse({"model": str(draft), "num_speculative_tokens": 6, **speculative})
+    config = SpeculativeConfig.parse({"model": str(draft), "num_speculative_tokens": 6, "policy": "static", **speculative})
     engine = Engine(EngineConfig(model=str(target), dtype="float32", device="cpu", block_size=16, max_model_len=256, speculative=config))
     (drafter,) = engine.drafters.values()
     assert isinstance(drafter, ChainDrafter)

@@ -44,7 +44,8 @@ def noisy(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(target: Path, speculative: Mapping[str, Any] | None, **options: Any) -> Engine:
     settings = {"max_model_len": 256, "block_size": 16, **options}
-    config = EngineConfig(model=str(target), dtype="float32", device="cpu", speculative=SpeculativeConfig.parse(speculative), **settings)
+    speculative = SpeculativeConfig.parse(speculative and {"policy": "static", **speculative})
+    config = EngineConfig(model=str(target), dtype="float32", device="cpu", speculative=speculative, **settings)
     return Engine(config)
 
 

@@ -31,6 +31,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(target: Path, speculative: Any, **options: Any) -> Engine:
     settings = {"max_model_len": 256, "block_size": 16, **options}
+    if isinstance(speculative, dict):
+        speculative = {"policy": "static", **speculative}
     return Engine(EngineConfig(
         model=str(target), dtype="float32", device="cpu", speculative=SpeculativeConfig.parse(speculative), **settings,
     ))  # fmt: skip

@@ -113,7 +113,7 @@ def test_an_entry_point_cannot_take_the_name_of_a_built_in(monkeypatch: pytest.M
     ("kind", "name", "message"),
     [
         ("drafter", "ngrams", r"unknown drafter 'ngrams'. Did you mean 'ngram'\? Accepted: .*suffix, or \"package.module:Class\""),
-        ("policy", "zzz", "unknown policy 'zzz'. Accepted: batch_table"),
+        ("policy", "zzz", "unknown policy 'zzz'. Accepted: bandit, batch_table"),
         ("drafter", "drafter", "unknown drafter 'drafter'"),
         ("drafter", "_ngram_index", "unknown drafter '_ngram_index'"),
         ("drafter", "", "unknown drafter ''"),

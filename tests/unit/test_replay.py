@@ -111,7 +111,7 @@ def recorded(tmp_path: Path, k: int, name: str, num_requests: int = 6) -> Trace:
         tiny_model_dir(tmp_path)
     engine = Engine(EngineConfig(
         model=str(directory), dtype="float32", kv_cache_memory_bytes=1 << 23, trace=str(tmp_path / name), max_num_seqs=3,
-        speculative=SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": k}),
+        speculative=SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": k, "policy": "static"}),
     ))
     for i in range(num_requests):
         prompt = [3 + (7 * i + j * (i + 1)) % 19 for j in range(40)]

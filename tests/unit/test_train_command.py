@@ -49,7 +49,7 @@ def test_from_nothing_to_a_directory_that_drafts(target: Path, tmp_path: Path) -
     steps = [json.loads(line) for line in (out / "run" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == list(range(1, 9))
     assert steps[-1]["acceptance"] is not None
-    speculative = SpeculativeConfig.parse({"method": "eagle", "model": str(out), "num_speculative_tokens": 3})
+    speculative = SpeculativeConfig.parse({"method": "eagle", "model": str(out), "num_speculative_tokens": 3, "policy": "static"})
     engine = Engine(EngineConfig(model=str(target), dtype="float32", device="cpu", speculative=speculative))
     engine.add(Request("r", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)))
     while engine.has_work():

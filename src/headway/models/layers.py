@@ -74,12 +74,12 @@ def can_reorder(weight: Tensor) -> bool:
 
 class RMSNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps, self.shape = weight, eps, weight.shape
+        self.weight, self.eps, self.shape = weight.contiguous(), eps, weight.shape
         self.library = native.library() if weight.device.type == "cpu" and len(weight) % native.LANES == 0 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.library is not None and x.dim() == 2:
-            return ops.rms_norm(self.library, x, self.weight, self.eps)
+            return ops.rms_norm(self.library, x.contiguous(), self.weight, self.eps)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 

@@ -37,7 +37,8 @@ def accept_live(engine: Engine, speculator: Path, prompts: Sequence[list[int]], 
     live = Live()
     prompts = prompts[:NUM_PROMPTS]
     with screen.bar("live acceptance (prompts)", 2 * len(prompts)) as advance:
-        for speculative in (None, {"method": "eagle", "model": str(speculator), "num_speculative_tokens": NUM_DRAFTS}):
+        eagle = {"method": "eagle", "model": str(speculator), "num_speculative_tokens": NUM_DRAFTS, "policy": "static"}
+        for speculative in (None, eagle):
             engine.speculate(SpeculativeConfig.parse(speculative))
             began = time.perf_counter()
             for number, prompt in enumerate(prompts):
