@@ -172,7 +172,8 @@ def test_throughput_writes_the_same_tokens_however_they_are_computed(headway: He
 
 def test_throughput_document(headway: Headway, tiny_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    words = ("bench", "throughput", str(tiny_dir), *FAST, *LOAD, "--spec-method", "ngram", "--spec-policy", "static", "--seed", "3", "--output", str(file))
+    speculation = ("--spec-method", "ngram", "--spec-policy", "static")
+    words = ("bench", "throughput", str(tiny_dir), *FAST, *LOAD, *speculation, "--seed", "3", "--output", str(file))
     out, _ = headway(*words)
     result = document(out)
     assert result == json.loads(file.read_text())
