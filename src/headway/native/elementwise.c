@@ -6,30 +6,8 @@
 #define WORTH_A_THREAD 16384    // elements
 #define STRETCH 1024
 
-#define NAME(x) x##_f32
-#define ELEMENT f32
-#define LOAD load_f32
-#define STORE store_f32
-#define PACK 1
-#include "elementwise_impl.h"
-
-#define NAME(x) x##_f16
-#define ELEMENT f16
-#define LOAD load_f16
-#define STORE store_f16
-#define PACK 1
-#include "elementwise_impl.h"
-
-#define NAME(x) x##_bf16
-#define ELEMENT bf16
-#define LOAD load_bf16
-#define STORE store_bf16
-#if defined(__AVX512BF16__)
-#define PACK 2
-#else
-#define PACK 1
-#endif
-#include "elementwise_impl.h"
+#define IMPLEMENTATION "elementwise_impl.h"
+#include "each_type.h"
 
 static int threads_for(int64_t elements, int num_threads) { return elements < WORTH_A_THREAD ? 1 : num_threads; }
 
