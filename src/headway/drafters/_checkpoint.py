@@ -6,7 +6,6 @@ Read here: safetensors (one file or shards), and PyTorch files (`pytorch_model.b
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import zipfile
@@ -18,7 +17,9 @@ import torch
 from torch import Tensor
 
 from headway.errors import ModelError
-from headway.models.config import ModelConfig
+from headway.models.config import ModelConfig, read_json
+
+EXPECTED = "a speculator is a directory with config.json and its weights"
 
 _PYTORCH_ENDINGS = (".bin", ".pt", ".pth")
 
@@ -31,7 +32,7 @@ class Checkpoint:
         self.directory = directory
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a directory; a speculator is a directory with config.json and its weights")
-        self.config = read_json(directory / "config.json")
+        self.config = read_json(directory / "config.json", EXPECTED)
         self._tensors: dict[str, Any] = {}
         for path in self._files():
             for name, source in _open(path).items():
@@ -41,7 +42,7 @@ class Checkpoint:
     def _files(self) -> list[Path]:
         for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
             if (self.directory / index).exists():
-                weight_map = read_json(self.directory / index).get("weight_map")
+                weight_map = read_json(self.directory / index, EXPECTED).get("weight_map")
                 if not isinstance(weight_map, dict):
                     raise ModelError(f"{self.directory / index} is not a valid index: it has no weight_map")
                 paths = [self.directory / name for name in sorted(set(weight_map.values()))]
@@ -137,18 +138,6 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(config.get("rope_parameters"), Mapping):
         return {"rope_theta": config.get("rope_theta", 10000.0), **config["rope_parameters"]}
     return {"rope_theta": config.get("rope_theta") or 10000.0, **(config.get("rope_scaling") or {})}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; a speculator is a directory with config.json and its weights") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return value
 
 
 def _open(path: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class ModelConfig:
         """Reads config.json and generation_config.json; ModelError when they are missing, broken or not supported."""
         from headway.models import families
 
-        raw = _read_json(directory / "config.json")
+        raw = read_json(directory / "config.json")
         model_type = raw.get("model_type")
         if model_type not in families.names():
             raise ModelError(f"{directory}: " + unknown_key("model_type", str(model_type), families.names()))
@@ -76,7 +76,7 @@ class ModelConfig:
         eos = set(_as_ids(raw.get("eos_token_id")))
         generation = directory / "generation_config.json"
         if generation.exists():
-            eos.update(_as_ids(_read_json(generation).get("eos_token_id")))
+            eos.update(_as_ids(read_json(generation).get("eos_token_id")))
         config = cls(
             model_type=model_type,
             vocab_size=hf.vocab_size,
@@ -104,11 +104,12 @@ def _as_ids(value: Any) -> list[int]:
     return [int(v) for v in value] if isinstance(value, list) else [int(value)]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, expected: str = "a model directory has a config.json, a tokenizer and *.safetensors") -> dict[str, Any]:
+    """The object in a file; ModelError, with what was `expected` around a missing one."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; a model directory has a config.json, a tokenizer and *.safetensors") from None
+        raise ModelError(f"{path} does not exist; {expected}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ModelError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
