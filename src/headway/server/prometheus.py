@@ -12,7 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from headway.config import SpeculativeConfig
-from headway.engine.metrics import EngineMetrics, Histogram
+from headway.control.counters import Histogram
+from headway.engine.metrics import EngineMetrics
 from headway.server.async_engine import AsyncEngine
 from headway.types import SpecDecodeMetrics
 

@@ -1,0 +1,180 @@
+"""What steps did, counted: drafts by position, chosen k, what speculation won over plain decoding. Plain numbers, made of `Feedback` alone.
+
+The embedded engine's metrics are these and its requests' (`engine/metrics.py`); inside vLLM the scheduler counts them: both servers say the
+same on /metrics. One thread writes, any thread may read: every structure that grows is copied in one operation before it is walked. What
+can be derived (per position, per drafter, means) is derived when it is read.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.types import NO_DRAFT, Feedback, SpecDecodeMetrics
+
+NUM_ERRORS = 256   # forecasts that an error is the median of
+# Every k that is common has a bucket of its own.
+K_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
+
+
+class Histogram:
+    """Counts per bucket (not cumulative; the last one is for values above every bound) and the sum of the values."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    @property
+    def num_values(self) -> int:
+        return sum(list(self.counts))
+
+    @property
+    def mean(self) -> float:
+        num_values = self.num_values
+        return self.total / num_values if num_values else 0.0
+
+
+@dataclass(slots=True)
+class PositionCounts:
+    """Drafts at one position: verified; of these, with every draft before them accepted; of these, accepted themselves.
+
+    accepted / reached is the acceptance at this position given the ones before, accepted / drafted the unconditional one.
+    """
+
+    drafted: int = 0
+    reached: int = 0
+    accepted: int = 0
+
+
+class StepCounters:
+    """Counters since they were made. Times in milliseconds."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_step_tokens = 0             # rows of the forward pass
+        self.draft_ms = 0.0
+        self.verify_ms = 0.0
+        self.step_ms = 0.0
+        self.num_sampling_rows = 0
+        self.num_planned_drafts = 0          # sum of the k the policy asked for and the scheduler granted
+        self.num_proposed_drafts = 0
+        self.num_verified_drafts = 0
+        self.chosen_k = Histogram(K_BUCKETS) # k granted, per sampling row; 0: plain
+        self.verified: Counter[tuple[str, int, int]] = Counter()   # (drafter, verified, accepted) -> rows; verified > 0
+        self.policy_ms = 0.0
+        # Only over steps whose cost the policy forecast and that computed no prompt: the comparison with plain decoding.
+        self.compared_ms = 0.0               # what these steps took
+        self.plain_equivalent_ms = 0.0       # what plain decoding would have taken to write the same tokens
+        self.wasted_ms = 0.0                 # drafting and verifying what was then rejected
+        self.num_forecast_tokens = 0.0       # tokens the policy expected to be written
+        self.num_compared_tokens = 0         # tokens that were
+        self.last_change: tuple[str, float] | None = None   # (reason, wall-clock time) of the policy's last change
+        self.num_changes = 0
+        self._step_errors: deque[float] = deque(maxlen=NUM_ERRORS)
+
+    def observe_feedback(self, feedback: Feedback) -> None:
+        """A step ended."""
+        self.num_steps += 1
+        self.num_step_tokens += feedback.num_tokens
+        self.draft_ms += feedback.draft_ms
+        self.verify_ms += feedback.verify_ms
+        self.step_ms += feedback.step_ms
+        self.num_sampling_rows += len(feedback.sequences)
+        for seq in feedback.sequences:
+            self.chosen_k.observe(seq.k)
+            if seq.drafter != NO_DRAFT:
+                self.num_planned_drafts += seq.k
+                self.num_proposed_drafts += seq.num_proposed
+                self.num_verified_drafts += seq.num_drafts
+                if seq.num_drafts:
+                    self.verified[seq.drafter, seq.num_drafts, seq.num_accepted] += 1
+        self._observe_policy(feedback)
+
+    def _observe_policy(self, feedback: Feedback) -> None:
+        """Compares the step with the policy's forecast. Plain decoding would repeat the plain step until as many tokens are written."""
+        self.policy_ms += feedback.policy_ms
+        if feedback.reason and (self.last_change is None or self.last_change[0] != feedback.reason):
+            self.last_change = feedback.reason, time.time()
+            self.num_changes += 1
+        forecast, num_rows = feedback.forecast, len(feedback.sequences)
+        if forecast is None or num_rows == 0 or not (feedback.step_ms > 0.0 and forecast.plain_ms > 0.0 and forecast.step_ms > 0.0):
+            return
+        self._step_errors.append(abs(forecast.step_ms / feedback.step_ms - 1.0))
+        if feedback.num_prefill_tokens:
+            return
+        num_accepted = sum(seq.num_accepted for seq in feedback.sequences)
+        num_verified = sum(seq.num_drafts for seq in feedback.sequences)
+        num_proposed = sum(seq.num_proposed for seq in feedback.sequences)
+        self.compared_ms += feedback.step_ms
+        self.plain_equivalent_ms += forecast.plain_ms * (num_rows + num_accepted) / num_rows
+        self.num_forecast_tokens += forecast.num_tokens
+        self.num_compared_tokens += num_rows + num_accepted
+        if num_proposed:
+            self.wasted_ms += feedback.draft_ms * (1.0 - num_accepted / num_proposed)
+        if num_verified:
+            added = max(0.0, feedback.step_ms - feedback.draft_ms - forecast.plain_ms)
+            self.wasted_ms += added * (1.0 - num_accepted / num_verified)
+
+    # Derived, for readers.
+
+    @property
+    def overhead_ms(self) -> float:
+        """Time in steps outside drafting and verification: scheduling, commit, text."""
+        return max(0.0, self.step_ms - self.draft_ms - self.verify_ms)
+
+    @property
+    def step_time_error(self) -> float | None:
+        """Median relative error of the policy's latest forecasts of step time; None when it forecasts none."""
+        errors = list(self._step_errors)
+        return statistics.median(errors) if errors else None
+
+    @property
+    def token_error(self) -> float | None:
+        """Tokens the policy expected over tokens written, less 1: its bias in acceptance; None when it forecasts none."""
+        return self.num_forecast_tokens / self.num_compared_tokens - 1.0 if self.num_compared_tokens else None
+
+    @property
+    def mean_k(self) -> float:
+        """Verified drafts per sampling row; 0 where a row did not speculate."""
+        return self.num_verified_drafts / self.num_sampling_rows if self.num_sampling_rows else 0.0
+
+    def speculation(self) -> dict[str, SpecDecodeMetrics]:
+        """Per drafter: steps, drafts and acceptances, by position. `num_steps` counts speculative steps only."""
+        result: dict[str, SpecDecodeMetrics] = {}
+        for (drafter, num_drafts, num_accepted), rows in self.verified.copy().items():
+            stats = result.setdefault(drafter, SpecDecodeMetrics())
+            one = SpecDecodeMetrics()
+            one.observe(num_drafts, num_accepted)
+            for name in ("num_spec_steps", "num_steps", "num_draft_tokens", "num_accepted_tokens"):
+                setattr(one, name, getattr(one, name) * rows)
+            for name in ("num_drafts_per_pos", "num_reached_per_pos", "num_accepted_per_pos", "num_steps_per_k", "acceptance_histogram"):
+                setattr(one, name, [count * rows for count in getattr(one, name)])
+            stats.add(one)
+        return result
+
+    def positions(self) -> dict[str, list[PositionCounts]]:
+        """Per drafter and draft position: drafted, reached, accepted."""
+        result: dict[str, list[PositionCounts]] = {}
+        for (drafter, num_drafts, num_accepted), rows in self.verified.copy().items():
+            counts = result.setdefault(drafter, [])
+            counts.extend(PositionCounts() for _ in range(num_drafts - len(counts)))
+            for position in range(num_drafts):
+                counts[position].drafted += rows
+                counts[position].reached += rows * (num_accepted >= position)
+                counts[position].accepted += rows * (num_accepted > position)
+        return result
+
+    def snapshot(self) -> dict[str, float]:
+        """The plain counters by name: subtract two snapshots to measure an interval."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
