@@ -1,14 +1,21 @@
-"""The loop of every drafter that writes its draft token by token: ask the policy, choose, go on with those that are left."""
+"""The loop of every drafter that writes its draft token by token: ask the policy, choose, go on with those that are left.
+
+One rule for all of them: a greedy request gets the likeliest tokens, a request that samples gets tokens drawn from the draft network's
+distribution, which the target accepts with min(1, p/q): more often than it would write the likeliest token, the more so the higher the
+temperature. `draft_sample_method` "greedy" asks for the likeliest tokens everywhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.config import option
 from headway.control.policy import Policy
 from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
@@ -18,21 +25,36 @@ Advance = Callable[[list[int], Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """(which requests, their newest tokens [n], their state [n, ...], position of these tokens in the draft) -> (logits, state) after them"""
 
 
+@dataclass(frozen=True)
+class SampleOptions:
+    """The name and its values are vLLM's."""
+
+    draft_sample_method: Literal["greedy", "probabilistic"] = option(
+        "probabilistic", "drafts for requests that sample: drawn from the drafter's distribution, or the likeliest token"
+    )
+
+    @property
+    def deterministic(self) -> bool:
+        """Every draft is a function of the prefix."""
+        return self.draft_sample_method == "greedy"
+
+
 def draft_chain(
     requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, logits: Tensor, state: Tensor, advance: Advance,
-    target_ids: Tensor | None, head: ConfidenceHead | None = None,
+    target_ids: Tensor | None, head: ConfidenceHead | None = None, *, deterministic: bool = False,
 ) -> list[Draft]:
     """One draft per request. `logits` [n, draft vocabulary] and `state` [n, ...] are those before the first draft token.
 
-    target_ids  int64 [draft vocabulary]: the target's token for each; None: the vocabularies are the same
+    target_ids     int64 [draft vocabulary]: the target's token for each; None: the vocabularies are the same
+    head           estimates confidence from the state; None: it is the largest probability
+    deterministic  the likeliest tokens for requests that sample, too
 
-    head        estimates confidence from the state; None: it is the largest probability
-
-    Both depend on the prefix alone; the policy sees the confidence before the token is chosen.
+    Both kinds of confidence depend on the prefix alone; the policy sees the confidence before the token is chosen.
     """
     listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
     drafts = [Draft([], confidence=[]) for _ in requests]
     probs: list[list[Tensor]] = [[] for _ in requests]
+    greedy = [deterministic or request.greedy for request in requests]
     going = np.arange(len(requests))
     ks = np.array([request.k for request in requests])
     for position in range(int(ks.max())):
@@ -42,7 +64,7 @@ def draft_chain(
             going, confidence, logits, state = _subset(kept, going, confidence, logits, state)
         if len(going) == 0:
             break
-        _choose(logits, target_ids, going, requests, sampler, drafts, probs)
+        _choose(logits, target_ids, going, requests, greedy, sampler, drafts, probs)
         for i, sure in zip(going.tolist(), confidence.tolist(), strict=True):
             drafts[i].confidence.append(sure)   # type: ignore[union-attr]
         more = ks[going] > position + 1
@@ -57,18 +79,18 @@ def draft_chain(
 
 
 def _choose(
-    logits: Tensor, target_ids: Tensor | None, going: np.ndarray, requests: Sequence[DraftRequest], sampler: DraftSampler,
-    drafts: list[Draft], probs: list[list[Tensor]],
+    logits: Tensor, target_ids: Tensor | None, going: np.ndarray, requests: Sequence[DraftRequest], greedy: Sequence[bool],
+    sampler: DraftSampler, drafts: list[Draft], probs: list[list[Tensor]],
 ) -> None:
-    """The next token of each draft: the most likely one for greedy requests, one drawn as the request samples for the others."""
-    for greedy in (True, False):
-        rows = [row for row, i in enumerate(going.tolist()) if requests[i].greedy == greedy]
+    """The next token of each draft: the likeliest one, or one drawn as the request samples."""
+    for likeliest in (True, False):
+        rows = [row for row, i in enumerate(going.tolist()) if greedy[i] == likeliest]
         if not rows:
             continue
         mine = [int(going[row]) for row in rows]
         part = logits if len(rows) == len(going) else logits[rows]
         asked, drafted = [requests[i] for i in mine], [drafts[i].tokens for i in mine]
-        if greedy:
+        if likeliest:
             tokens = sampler.likely(part, asked, drafted, target_ids)
         else:
             tokens, drawn_from = sampler.sampled(part, asked, drafted, target_ids)

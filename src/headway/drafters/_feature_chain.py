@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import draft_chain
+from headway.drafters._chain import SampleOptions, draft_chain
 from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters._feature_network import FeatureFile, FeatureNetwork
 from headway.drafters._features import FeatureStore, FeatureTrack
@@ -49,14 +49,14 @@ class FeatureChain(Drafter):
 
     takes_model = True
     needs_model = True
-    deterministic = False
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(SampleOptions):
         confidence_head: str | None = option(None, "safetensors file of an acceptance head; default: confidence is the largest probability")
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
+        self.deterministic = self.options.deterministic
         self.head: ConfidenceHead | None = None
 
     @abstractmethod
@@ -159,7 +159,8 @@ class FeatureChain(Drafter):
             return network.predict(self._advance([states[i] for i in going], tokens, features, position))
 
         logits, features = network.predict(self._catch_up(requests, states))
-        return draft_chain(requests, keep, self.sampler, logits, features, advance, network.target_ids, self.head)
+        return draft_chain(requests, keep, self.sampler, logits, features, advance, network.target_ids, self.head,
+                           deterministic=self.deterministic)  # fmt: skip
 
     def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Tensor:
         """Reads what was committed since; returns the network's output at each last position [num_requests, hidden]."""

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway.drafters._chain import draft_chain
+from headway.drafters._chain import SampleOptions, draft_chain
 from headway.drafters._checkpoint import Checkpoint
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
 from headway.models import hub
@@ -47,8 +47,11 @@ class HiddenHeads(Drafter):
 
     takes_model = True
     needs_model = True
-    deterministic = False
     hidden_layers = (-1,)
+    Options = SampleOptions
+
+    def __init__(self, options: SampleOptions | None = None) -> None:
+        self.deterministic = (options or SampleOptions()).deterministic
 
     @abstractmethod
     def read(self, directory: Path, target: ModelConfig) -> HeadsFile:
@@ -92,7 +95,7 @@ class HiddenHeads(Drafter):
             return network.step(position + 1, state, tokens)
 
         asked = [replace(request, k=min(request.k, network.num_heads)) for request in asked]
-        found = draft_chain(asked, keep, self.sampler, logits, state, advance, network.target_ids)
+        found = draft_chain(asked, keep, self.sampler, logits, state, advance, network.target_ids, deterministic=self.deterministic)
         for i, draft in zip(known, found, strict=True):
             drafts[i] = draft
         return drafts

@@ -2,8 +2,7 @@
 
 Any model the engine could serve as a target can draft for a larger one whose tokenizer maps the same ids to the same tokens. It keeps K/V
 of its own for the text, laid out beside the target's (`_draft_cache.py`), and is run only when asked: after a pause it
-reads what was written meanwhile in one pass. Drafts are its likeliest tokens, or, for requests that sample and with
-`draft_sample_method` "probabilistic", tokens drawn from its distribution, which the target then accepts with min(1, p/q).
+reads what was written meanwhile in one pass. How its tokens are chosen: `_chain.py`.
 
 Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
 """
@@ -12,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from headway.config import option
+from headway.drafters._chain import SampleOptions
 from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters._draft_cache import DraftCache
 from headway.drafters._model_chain import ChainDrafter
@@ -35,17 +34,12 @@ class DraftModel(ChainDrafter):
     needs_model = True
 
     @dataclass(frozen=True)
-    class Options:
-        """The name and its values are vLLM's."""
-
-        draft_sample_method: Literal["greedy", "probabilistic"] = option(
-            "greedy", "drafts for requests that sample: the likeliest token, or one drawn from the draft model's distribution"
-        )
+    class Options(SampleOptions):
         confidence_head: str | None = option(None, "safetensors file of an acceptance head; default: confidence is the largest probability")
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
-        self.deterministic = self.options.draft_sample_method == "greedy"
+        self.deterministic = self.options.deterministic
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
         assert context.model is not None

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import option
+from headway.drafters._chain import SampleOptions
 from headway.drafters._model_chain import ChainDrafter
 from headway.drafters.drafter import Committed, DrafterContext, DrafterMemory, DraftRequest, Keep, Target
 from headway.errors import ConfigError
@@ -68,11 +68,8 @@ class _Plan:
 
 class LayerSkip(ChainDrafter):
     @dataclass(frozen=True)
-    class Options:
+    class Options(SampleOptions):
         layer_skip_exit: int | None = option(None, "draft from this many layers, whatever the context; default: chosen by context")
-        draft_sample_method: Literal["greedy", "probabilistic"] = option(
-            "greedy", "drafts for requests that sample: the likeliest token, or one drawn from the exit's distribution"
-        )
 
         def __post_init__(self) -> None:
             if self.layer_skip_exit is not None and self.layer_skip_exit < 1:
@@ -80,7 +77,7 @@ class LayerSkip(ChainDrafter):
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
-        self.deterministic = self.options.draft_sample_method == "greedy"
+        self.deterministic = self.options.deterministic
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
         shape, fixed = context.target, self.options.layer_skip_exit
