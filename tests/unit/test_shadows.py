@@ -9,9 +9,9 @@ import torch
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, DraftView, Policy
+from headway.control.shadows import Shadows
 from headway.engine.engine import Engine
-from headway.engine.shadows import Shadows
-from headway.types import Choice, Draft, Feedback, Request, SamplingParams, ShadowFeedback, Verdict
+from headway.types import Choice, Draft, Feedback, Request, SamplingParams, ShadowFeedback
 from headway.types import Sequence as Seq
 from tests.tiny import tiny_model_dir
 
@@ -22,7 +22,7 @@ def make(tokens: list[int]) -> Seq:
 
 def write(shadows: Shadows, seq: Seq, *tokens: int) -> tuple[ShadowFeedback, ...]:
     seq.token_ids += tokens
-    shadows.compare(seq, Verdict(list(tokens), len(tokens) - 1))
+    shadows.compare(seq)
     return shadows.resolved()
 
 

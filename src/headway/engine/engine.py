@@ -21,6 +21,7 @@ from headway import __version__
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.costs import CostModel
 from headway.control.policy import BatchView, DrafterView, DraftView, Policy, Setup
+from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, DraftRequest, Target, keep_all
 from headway.engine import admission, profile, prompt_logprobs
@@ -31,7 +32,6 @@ from headway.engine.metrics import EngineMetrics
 from headway.engine.outputs import TextOutput
 from headway.engine.runner import ForwardOutput, Runner
 from headway.engine.scheduler import Scheduler
-from headway.engine.shadows import Shadows
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.verify import Verifier
 from headway.models.loader import load_model
@@ -281,7 +281,8 @@ class Engine:
                     finished.append(seq)
             if self.drafters:
                 num_accepted = max(0, min(verdict.num_accepted, num_new - 1)) if verdict else 0
-                self._shadows.compare(seq, verdict)
+                if verdict is not None:
+                    self._shadows.compare(seq)
                 kept.append((row, num_new, num_accepted, offset))
         for drafter in self.drafters.values():
             layers = [out.layers[self.runner.hidden_layers.index(layer)] for layer in drafter.hidden_layers]

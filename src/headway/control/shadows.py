@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from headway.types import Draft, Sequence, ShadowFeedback, Verdict
+from headway.types import Draft, ShadowFeedback
+
+
+class Written(Protocol):
+    """A sequence as far as its text is written. `token_ids` is live."""
+
+    @property
+    def seq_id(self) -> int: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
 
 
 @dataclass(slots=True)
@@ -32,7 +44,7 @@ class Shadows:
         self._asked[seq_id, drafter] = num_tokens
         return max(0, num_tokens - 1 - seen)
 
-    def add(self, seq: Sequence, drafter: str, draft: Draft, num_verified: int) -> None:
+    def add(self, seq: Written, drafter: str, draft: Draft, num_verified: int) -> None:
         """`draft` follows the last known token of `seq`; its first `num_verified` tokens go to verification now."""
         if not draft.tokens:
             self._resolved.append(ShadowFeedback(seq.seq_id, drafter, 0, 0, 0))
@@ -44,12 +56,11 @@ class Shadows:
         """Whether an earlier draft is still being compared."""
         return any(shadow.drafter == drafter for shadow in self._live.get(seq_id, ()))
 
-    def compare(self, seq: Sequence, verdict: Verdict | None) -> None:
+    def compare(self, seq: Written) -> None:
         """A step wrote tokens: call before the sequence is stopped."""
         live = self._live.get(seq.seq_id)
-        if verdict is None or not live:
-            return
-        self._live[seq.seq_id] = [shadow for shadow in live if not self._judged(shadow, seq)]
+        if live:
+            self._live[seq.seq_id] = [shadow for shadow in live if not self._judged(shadow, seq)]
 
     def stop(self, seq_id: int) -> None:
         """The sequence ended: what could be compared counts, the rest is cut off."""
@@ -63,7 +74,7 @@ class Shadows:
         found, self._resolved = tuple(self._resolved), []
         return found
 
-    def _judged(self, shadow: _Shadow, seq: Sequence) -> bool:
+    def _judged(self, shadow: _Shadow, seq: Written) -> bool:
         # The tail of a draft whose head was refused in this step says nothing: it continues another text.
         first = shadow.position - shadow.next
         if shadow.next == shadow.num_verified and seq.token_ids[first : shadow.position] != shadow.draft.tokens[: shadow.num_verified]:
