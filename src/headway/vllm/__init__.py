@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Proposer", "Scheduler"]
-
 
 def __getattr__(name: str) -> Any:
     """What vLLM loads needs vLLM; the rest of this package does not."""
