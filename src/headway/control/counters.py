@@ -11,7 +11,7 @@ import statistics
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.types import NO_DRAFT, Feedback, SpecDecodeMetrics
@@ -139,6 +139,11 @@ class StepCounters:
         errors = list(self._step_errors)
         return statistics.median(errors) if errors else None
 
+    def set_step_time_error(self, error: float) -> None:
+        """For counters that were counted elsewhere: the median as it was there."""
+        self._step_errors.clear()
+        self._step_errors.append(error)
+
     @property
     def token_error(self) -> float | None:
         """Tokens the policy expected over tokens written, less 1: its bias in acceptance; None when it forecasts none."""
@@ -178,3 +183,59 @@ class StepCounters:
     def snapshot(self) -> dict[str, float]:
         """The plain counters by name: subtract two snapshots to measure an interval."""
         return {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One family of /metrics: label values -> value, in the order of `labels`."""
+
+    name: str
+    help: str
+    values: Mapping[tuple[str, ...], float]
+    labels: tuple[str, ...] = ()
+    gauge: bool = False
+
+
+def measurements(counters: StepCounters, drafters: Sequence[str], num_positions: int, policy: str) -> Iterator[Measurement]:
+    """Everything but the histogram `chosen_k`. Drafters and positions are there before they were used."""
+    c, positions = counters, counters.positions()
+    values: dict[tuple[str, ...], float]
+    for kind, meaning in (
+        ("drafted", "Drafts verified"),
+        ("reached", "Drafts verified whose predecessors were all accepted"),
+        ("accepted", "Drafts accepted"),
+    ):
+        values = {(name, str(at)): 0 for name in drafters for at in range(num_positions)}
+        values |= {(name, str(at)): getattr(counts, kind) for name, found in positions.items() for at, counts in enumerate(found)}
+        help = f"{meaning}, by drafter and position; accepted / reached is the conditional acceptance."
+        yield Measurement(f"headway:{kind}_per_pos", help, values, ("drafter", "position"))
+    yield Measurement("headway:steps", "Engine steps.", {(): c.num_steps})
+    yield Measurement("headway:step_tokens", "Rows of all forward passes: known tokens and drafts.", {(): c.num_step_tokens})
+    values = {("draft",): c.draft_ms / 1e3, ("verify",): c.verify_ms / 1e3, ("overhead",): c.overhead_ms / 1e3}
+    yield Measurement("headway:step_seconds", "Time in steps, by what it went to.", values, ("phase",))
+    yield Measurement("headway:sampling_rows", "Sequences that wrote, summed over steps.", {(): c.num_sampling_rows})
+    yield Measurement("headway:planned_drafts", "Drafts the policy asked for.", {(): c.num_planned_drafts})
+    yield Measurement("headway:proposed_drafts", "Drafts the drafters proposed.", {(): c.num_proposed_drafts})
+    rejected = sum((num_drafts - accepted) * rows for (_, num_drafts, accepted), rows in c.verified.copy().items())
+    help = "Drafts that became no token: trimmed by the policy after they were proposed, or verified and rejected."
+    values = {("trimmed",): c.num_proposed_drafts - c.num_verified_drafts, ("rejected",): rejected}
+    yield Measurement("headway:wasted_drafts", help, values, ("stage",))
+    yield Measurement("headway:mean_k", "Drafts verified per sequence and step since the start.", {(): c.mean_k}, gauge=True)
+    # What speculation won and wasted, over the steps whose cost the policy forecast: plain_equivalent / compared is the gain.
+    yield Measurement("headway:policy_seconds", "Time the policy took to decide and to learn.", {(): c.policy_ms / 1e3})
+    yield Measurement("headway:compared_seconds", "Time of the steps that are compared with plain decoding.", {(): c.compared_ms / 1e3})
+    help = "Time plain decoding would have taken to write what these steps wrote."
+    yield Measurement("headway:plain_equivalent_seconds", help, {(): c.plain_equivalent_ms / 1e3})
+    yield Measurement("headway:wasted_seconds", "Of the compared time: drafting and verifying what was rejected.", {(): c.wasted_ms / 1e3})
+    if (error := c.step_time_error) is not None:
+        help = "Median relative error of the policy's latest forecasts of step time."
+        yield Measurement("headway:step_time_error", help, {(): error}, gauge=True)
+    if (error := c.token_error) is not None:
+        yield Measurement("headway:token_error", "Tokens the policy expected over tokens written, less 1.", {(): error}, gauge=True)
+    yield Measurement("headway:policy_changes", "Times the policy changed what it does.", {(): c.num_changes})
+    reason, when = c.last_change or ("", 0.0)
+    help = "When the policy last changed what it does, and why; 0: never."
+    yield Measurement("headway:policy_last_change_timestamp_seconds", help, {(policy, reason): when}, ("policy", "reason"), gauge=True)
+
+
+CHOSEN_K = ("headway:chosen_k", "Drafts the policy asked for, per sequence and step; 0: plain decoding.")

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from headway.config import SpeculativeConfig
-from headway.control.counters import Histogram
+from headway.control.counters import CHOSEN_K, Histogram, measurements
 from headway.engine.metrics import EngineMetrics
 from headway.server.async_engine import AsyncEngine
 from headway.types import SpecDecodeMetrics
@@ -49,7 +49,6 @@ class EngineCollector(Collector):
         yield self._histogram("vllm:e2e_request_latency_seconds", "Time from arrival to the last token.", m.e2e_latency)
         yield from self._speculation()
         yield from self._steps()
-        yield from self._controller()
         yield self._counter("headway:requests_rejected", "Requests refused because the queue was full.", self.bridge.num_rejected)
 
     def _speculation(self) -> Iterator[Metric]:
@@ -66,70 +65,15 @@ class EngineCollector(Collector):
             ("position",),
             {(str(at),): count for at, count in enumerate(self._padded(total.num_accepted_per_pos))},
         )
-        positions = self.metrics.positions()
-        for kind, meaning in (
-            ("drafted", "Drafts verified"),
-            ("reached", "Drafts verified whose predecessors were all accepted"),
-            ("accepted", "Drafts accepted"),
-        ):
-            yield self._counters(
-                f"headway:{kind}_per_pos",
-                f"{meaning}, by drafter and position; accepted / reached is the conditional acceptance.",
-                ("drafter", "position"),
-                {
-                    (drafter, str(at)): count
-                    for drafter in by_drafter
-                    for at, count in enumerate(self._padded([getattr(counts, kind) for counts in positions.get(drafter, ())]))
-                },
-            )
 
     def _steps(self) -> Iterator[Metric]:
-        m = self.metrics
-        yield self._counter("headway:steps", "Engine steps.", m.num_steps)
-        yield self._counter("headway:step_tokens", "Rows of all forward passes: known tokens and drafts.", m.num_step_tokens)
-        yield self._counters(
-            "headway:step_seconds",
-            "Time in steps, by what it went to.",
-            ("phase",),
-            {("draft",): m.draft_ms / 1e3, ("verify",): m.verify_ms / 1e3, ("overhead",): m.overhead_ms / 1e3},
-        )
-        yield self._counter("headway:sampling_rows", "Sequences that wrote, summed over steps.", m.num_sampling_rows)
-        yield self._histogram("headway:chosen_k", "Drafts the policy asked for, per sequence and step; 0: plain decoding.", m.chosen_k)
-        yield self._counter("headway:planned_drafts", "Drafts the policy asked for.", m.num_planned_drafts)
-        yield self._counter("headway:proposed_drafts", "Drafts the drafters proposed.", m.num_proposed_drafts)
-        rejected = sum((num_drafts - accepted) * rows for (_, num_drafts, accepted), rows in m.verified.copy().items())
-        yield self._counters(
-            "headway:wasted_drafts",
-            "Drafts that became no token: trimmed by the policy after they were proposed, or verified and rejected.",
-            ("stage",),
-            {("trimmed",): m.num_proposed_drafts - m.num_verified_drafts, ("rejected",): rejected},
-        )
-        yield self._gauge("headway:mean_k", "Drafts verified per sequence and step since the start.", m.mean_k)
-
-    def _controller(self) -> Iterator[Metric]:
-        """What speculation won and wasted, over the steps whose cost the policy forecast: plain_equivalent / compared is the gain."""
-        m = self.metrics
-        yield self._counter("headway:policy_seconds", "Time the policy took to decide and to learn.", m.policy_ms / 1e3)
-        yield self._counter("headway:compared_seconds", "Time of the steps that are compared with plain decoding.", m.compared_ms / 1e3)
-        yield self._counter(
-            "headway:plain_equivalent_seconds", "Time plain decoding would have taken to write what these steps wrote.",
-            m.plain_equivalent_ms / 1e3,
-        )
-        yield self._counter("headway:wasted_seconds", "Of the compared time: drafting and verifying what was rejected.", m.wasted_ms / 1e3)
-        for name, help, value in (
-            ("headway:step_time_error", "Median relative error of the policy's latest forecasts of step time.", m.step_time_error),
-            ("headway:token_error", "Tokens the policy expected over tokens written, less 1.", m.token_error),
-        ):
-            if value is not None:
-                yield self._gauge(name, help, value)
-        yield self._counter("headway:policy_changes", "Times the policy changed what it does.", m.num_changes)
-        change = m.last_change
-        family = GaugeMetricFamily(
-            "headway:policy_last_change_timestamp_seconds", "When the policy last changed what it does, and why; 0: never.",
-            labels=(*self.labels, "policy", "reason"),
-        )
-        family.add_metric((*self.labels.values(), self.policy, change[0] if change else ""), change[1] if change else 0.0)
-        yield family
+        for found in measurements(self.metrics, self.drafters, self.num_positions, self.policy):
+            kind = GaugeMetricFamily if found.gauge else CounterMetricFamily
+            family = kind(found.name, found.help, labels=(*self.labels, *found.labels))
+            for extra, value in found.values.items():
+                family.add_metric((*self.labels.values(), *extra), value)
+            yield family
+        yield self._histogram(*CHOSEN_K, self.metrics.chosen_k)
 
     def _padded(self, counts: list[int]) -> list[int]:
         return counts + [0] * (self.num_positions - len(counts))
