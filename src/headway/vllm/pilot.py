@@ -1,0 +1,252 @@
+"""Between vLLM's scheduler and the chooser: requests become views, lengths become spec_token_ids, outputs become outcomes.
+
+Knows vLLM's records by their attributes only and imports none of it. One step, as vLLM's engine core runs it:
+
+    before_schedule()                 sync: trims each request's drafts to what is worth verifying
+    after_schedule(output)            notes what runs
+    place(output)                     async: how many drafts to make now and verify in the next step
+    read_output(output, sampled)      what each row did, before vLLM changes the requests
+    after_output()                    after it did: the policy learns
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.control.policy import SequenceView
+from headway.control.trace import TraceWriter
+from headway.errors import InvalidRequestError
+from headway.types import Draft
+from headway.vllm.chooser import Chooser, Decision, Load, RowOutcome, StepOutcome, Tracked
+from headway.vllm.counters import Counters, Publisher
+from headway.vllm.settings import RequestSettings
+
+GREEDY = 1e-5    # temperature below which vLLM samples greedily
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that was scheduled and whose output is not there yet."""
+
+    output: Any
+    decision: Decision | None
+
+
+@dataclass(slots=True)
+class _Request(Tracked):
+    settings: RequestSettings = field(default_factory=RequestSettings)
+
+
+class Pilot:
+    """`scheduler` is vLLM's, with our hooks. `clock` in seconds."""
+
+    def __init__(
+        self, scheduler: Any, chooser: Chooser, counters: Counters, publisher: Publisher, *,
+        trace: TraceWriter | None = None, confidence: Callable[[Any, list[int]], list[float] | None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._scheduler, self.chooser, self.counters, self._publisher = scheduler, chooser, counters, publisher
+        self._trace, self._confidence, self._clock = trace, confidence, clock
+        self._requests: dict[str, _Request] = {}
+        self._seq_ids = itertools.count()
+        self._flights: deque[_Flight] = deque()
+        self._decision: Decision | None = None      # for the step about to be scheduled
+        self._lengths: dict[int, int] = {}          # of the latest decision
+        self._outcome: tuple[_Flight, StepOutcome] | None = None
+        self._mark: float | None = None             # when the step before ended; None: nothing ran
+        self._drafted = False                       # at the end of the step scheduled last
+
+    # -- the hooks -----------------------------------------------------------------------------------------------------
+
+    def num_to_draft(self) -> int:
+        """Sync: drafts per request to make at the end of the step that is being scheduled."""
+        self._drafted = self.chooser.wants_drafts
+        return self.chooser.max_k if self._drafted else 0
+
+    def before_schedule(self) -> None:
+        scheduler = self._scheduler
+        if self._mark is None:
+            self._mark = self._clock()
+        held = [request for request in scheduler.running if request.spec_token_ids]
+        drafts = {self._of(request).seq_id: self._draft(request) for request in held}
+        if any(flight.decision for flight in self._flights):   # pipeline parallel: another batch is under way
+            usual = max(self._lengths.values(), default=0)
+            lengths = {seq_id: min(self._lengths.get(seq_id, usual), len(draft)) for seq_id, draft in drafts.items()}
+        else:
+            views = [self._view(request) for request in itertools.chain(scheduler.running, self._to_admit())]
+            self._decision = self.chooser.trim(views, drafts, self._load(), drafted=self._drafted)
+            self._lengths = lengths = self._decision.lengths
+            by_id = {tracked.seq_id: tracked for request in scheduler.running for tracked in [self._of(request)]}
+            self.chooser.shadow(self._decision, by_id, drafts)
+        for request in held:
+            length = lengths.get(self._of(request).seq_id, 0)
+            if length < len(request.spec_token_ids):
+                request.spec_token_ids = list(request.spec_token_ids[:length])
+
+    def place(self, output: Any) -> Callable[[], None]:
+        """Sets the number of drafts to make in `output`; what it returns gives each request its placeholders, after vLLM did."""
+        scheduler = self._scheduler
+        requests = [scheduler.requests[req_id] for req_id in output.num_scheduled_tokens]
+        ending = [request for request in requests if self._writes(request, output.num_scheduled_tokens[request.request_id])]
+        views = [self._view(request, decoding=True) for request in ending]
+        views += [self._view(request) for request in self._to_admit()]
+        decision, is_new = self.chooser.place(views, self._load())
+        self._decision = decision if is_new else None
+        output.num_spec_tokens_to_schedule = max(decision.lengths.values(), default=0)
+
+        def give_placeholders() -> None:
+            for request in ending:
+                if not request.is_prefill_chunk:
+                    request.spec_token_ids = [-1] * decision.lengths.get(self._of(request).seq_id, 0)
+
+        return give_placeholders
+
+    def after_schedule(self, output: Any, *, decided_before: Decision | None = None) -> None:
+        """`decided_before`: async, what the step before chose for this one."""
+        if output.total_num_scheduled_tokens > 0:
+            if self._mark is None:
+                self._mark = self._clock()
+            self._flights.append(_Flight(output, decided_before or self._decision))
+
+    def take_decision(self) -> Decision | None:
+        """Async: what was placed, to be handed to `after_schedule` of the next step."""
+        decision, self._decision = self._decision, None
+        return decision
+
+    def read_output(self, output: Any, model_output: Any) -> None:
+        self._outcome = None
+        flight = self._landed(output)
+        if flight is None:
+            return
+        now = self._clock()
+        began, self._mark = now if self._mark is None else self._mark, now
+        rows: list[RowOutcome] = []
+        num_prefill = num_context = 0
+        invalid = getattr(output, "num_invalid_spec_tokens", None) or {}
+        for req_id, num_tokens in output.num_scheduled_tokens.items():
+            request = self._scheduler.requests.get(req_id)
+            if request is None or request.is_finished():
+                continue
+            if getattr(request, "num_stale_output_tokens", 0) > 0:
+                self.counters.num_stale_outputs += 1
+                continue
+            scheduled = len(output.scheduled_spec_decode_tokens.get(req_id, ()))
+            decodes = num_tokens == 1 + scheduled and request.num_output_tokens > 0
+            num_prefill += 0 if decodes else num_tokens
+            num_context += request.num_computed_tokens - scheduled
+            index = model_output.req_id_to_index[req_id]
+            written = model_output.sampled_token_ids[index] if model_output.sampled_token_ids else ()
+            if len(written):
+                num_drafts = max(0, scheduled - invalid.get(req_id, 0))
+                rows.append(RowOutcome(self._of(request), num_drafts, min(len(written) - 1, num_drafts), request.num_tokens))
+        num_rows, waiting = len(output.num_scheduled_tokens), len(self._scheduler.waiting)
+        self._outcome = flight, StepOutcome(
+            tuple(rows), (now - began) * 1e3, output.total_num_scheduled_tokens, num_prefill, num_context, num_rows, waiting
+        )
+
+    def after_output(self) -> None:
+        if self._outcome is None:
+            return
+        (flight, outcome), self._outcome = self._outcome, None
+        for row in outcome.rows:
+            self.chooser.compare(row.tracked)
+        feedback = self.chooser.observe(flight.decision, outcome)
+        self.counters.observe_feedback(feedback)
+        if self._trace and flight.decision:
+            self._trace.write(flight.decision.view, feedback)
+        self._prune()
+        idle = not (self._scheduler.running or len(self._scheduler.waiting) or self._flights)
+        if idle:
+            self._mark = None
+        self._publisher.publish(self.counters, now=idle)
+
+    def close(self) -> None:
+        if self._trace:
+            self._trace.close()
+        self._publisher.close()
+
+    # -- vLLM's records ------------------------------------------------------------------------------------------------
+
+    def _of(self, request: Any) -> _Request:
+        found = self._requests.get(request.request_id)
+        if found is None:
+            params = request.sampling_params
+            try:
+                settings = RequestSettings.parse(params.extra_args if params else None)
+            except InvalidRequestError:
+                self.counters.num_invalid_requests += 1
+                settings = RequestSettings()
+            found = _Request(next(self._seq_ids), request.all_token_ids, settings=settings)
+            self._requests[request.request_id] = found
+        return found
+
+    def _view(self, request: Any, decoding: bool | None = None) -> SequenceView:
+        tracked, params = self._of(request), request.sampling_params
+        placeholders = getattr(request, "num_output_placeholders", 0)
+        num_context = request.num_tokens + placeholders
+        pending = max(1, num_context - request.num_computed_tokens)
+        if decoding is None:
+            decoding = pending == 1 and request.num_output_tokens > 0
+        return SequenceView(
+            seq_id=tracked.seq_id,
+            num_context=num_context,
+            num_output=request.num_output_tokens + placeholders,
+            decoding=decoding,
+            max_k=self._max_k(request, tracked.settings, placeholders) if decoding else 0,
+            greedy=params is None or params.temperature < GREEDY,
+            priority=request.priority,
+            num_drafts=tracked.num_drafts,
+            num_accepted=tracked.num_accepted,
+            num_pending=pending,
+        )
+
+    def _max_k(self, request: Any, settings: RequestSettings, placeholders: int) -> int:
+        """What the request, its remaining tokens and the context limit allow."""
+        if not settings.enabled:
+            return 0
+        most = self.chooser.max_k if settings.max_tokens is None else min(self.chooser.max_k, settings.max_tokens)
+        remaining = request.max_tokens - request.num_output_tokens - placeholders - 1
+        room = self._scheduler.max_model_len - request.num_tokens - placeholders - 1
+        return max(0, min(most, int(remaining), int(room)))
+
+    def _to_admit(self) -> Iterable[Any]:
+        """Waiting requests that the step to come has room for: their prompts are part of its price."""
+        room = self._scheduler.max_num_running_reqs - len(self._scheduler.running)
+        budget = self._scheduler.max_num_scheduled_tokens
+        for request in itertools.islice(self._scheduler.waiting, max(0, room)):
+            if budget <= 0:
+                return
+            budget -= request.num_tokens
+            yield request
+
+    def _load(self) -> Load:
+        scheduler = self._scheduler
+        return Load(
+            len(scheduler.waiting), scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), scheduler.max_num_scheduled_tokens
+        )
+
+    def _draft(self, request: Any) -> Draft:
+        tokens = request.spec_token_ids
+        return Draft(tokens, confidence=self._confidence(request, tokens) if self._confidence else None)
+
+    def _writes(self, request: Any, num_tokens: int) -> bool:
+        """Whether the step that is being scheduled reaches the end of what is known of the request."""
+        return bool(request.num_computed_tokens + num_tokens >= request.num_tokens + getattr(request, "num_output_placeholders", 0))
+
+    def _landed(self, output: Any) -> _Flight | None:
+        while self._flights:
+            flight = self._flights.popleft()
+            if flight.output is output:
+                return flight
+        return None
+
+    def _prune(self) -> None:
+        live = self._scheduler.requests
+        if len(self._requests) > len(live):
+            for req_id in self._requests.keys() - live.keys():
+                self.chooser.forget(self._requests.pop(req_id).seq_id)
