@@ -17,9 +17,10 @@ from headway.control.trace import TraceWriter
 from headway.errors import ConfigError
 from headway.vllm import compat
 from headway.vllm.chooser import Chooser
-from headway.vllm.counters import Counters, Publisher, stats_path
+from headway.vllm.counters import Counters
 from headway.vllm.pilot import Pilot
 from headway.vllm.settings import Settings
+from headway.vllm.telemetry import Sender
 
 logger = logging.getLogger("vllm.headway")
 
@@ -32,7 +33,7 @@ class Parts:
     """`pilot` None: vLLM's scheduler runs unchanged; `counters.off` says why."""
 
     counters: Counters
-    publisher: Publisher
+    sender: Sender
     pilot: Pilot | None = None
     drafts_all: bool = False
     costs: CostModel | None = None
@@ -43,14 +44,9 @@ class Parts:
         k = self.pilot.num_to_draft()
         return self.counters.max_k if self.drafts_all else k
 
-    def count_fallback(self) -> None:
-        self.counters.num_fallback_steps += 1
-        self.publisher.publish(self.counters)
-
     def close(self) -> None:
         if self.pilot is not None:
             self.pilot.close()
-        self.publisher.close()
         if self.costs is not None and self.costs_path is not None and self.costs.num_observed:
             try:
                 self.costs.save(self.costs_path)
@@ -66,12 +62,10 @@ def build(scheduler: Any, vllm_version: str) -> Parts:
     method = str(spec.method) if spec else "none"
     name = settings.policy if isinstance(settings.policy, str) else str(settings.policy["name"])
     counters = Counters(name, method, scheduler.num_spec_tokens)
-    rank = getattr(config.parallel_config, "data_parallel_index", 0)
-    parts = Parts(counters, Publisher(stats_path(settings, config, rank)))
+    parts = Parts(counters, Sender(counters))
     counters.off = _off(settings, spec)
     if counters.off:
         logger.warning("Headway is off: %s", counters.off)
-        parts.publisher.publish(counters, now=True)
         return parts
     refuse_data_parallel(method, config.parallel_config.data_parallel_size)
     if not compat.is_tested(vllm_version):
@@ -80,12 +74,11 @@ def build(scheduler: Any, vllm_version: str) -> Parts:
     parts.costs_path = costs_path(settings, config, method)
     parts.costs = _load(parts.costs_path)
     chooser = Chooser(settings.build_policy(scheduler.num_spec_tokens), method, scheduler.num_spec_tokens, parts.costs)
-    parts.pilot = Pilot(scheduler, chooser, counters, parts.publisher, trace=_trace(settings, config, method, scheduler, name))
+    parts.pilot = Pilot(scheduler, chooser, counters, trace=_trace(settings, config, method, scheduler, name))
     logger.info(
         "Headway %s chooses k <= %d for each request and step (%s over %s, %d steps of cost data)",
         __version__, scheduler.num_spec_tokens, name, method, parts.costs.num_observed,
     )  # fmt: skip
-    parts.publisher.publish(counters, now=True)
     return parts
 
 

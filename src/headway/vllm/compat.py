@@ -13,6 +13,7 @@ METHODS = {
     "update_from_output": ("scheduler_output", "model_runner_output"),
     "_update_after_schedule": ("scheduler_output",),
     "update_draft_token_ids": ("draft_token_ids",),
+    "make_stats": (),
     "shutdown": (),
 }
 

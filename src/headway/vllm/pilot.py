@@ -6,7 +6,7 @@ Knows vLLM's records by their attributes only and imports none of it. One step, 
     after_schedule(output)            notes what runs
     place(output)                     async: how many drafts to make now and verify in the next step
     read_output(output, sampled)      what each row did, before vLLM changes the requests
-    after_output()                    after it did: the policy learns
+    after_output()                    after it did: the policy learns. A second call does nothing
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headway.control.trace import TraceWriter
 from headway.errors import InvalidRequestError
 from headway.types import Draft
 from headway.vllm.chooser import Chooser, Decision, Load, RowOutcome, StepOutcome, Tracked
-from headway.vllm.counters import Counters, Publisher
+from headway.vllm.counters import Counters
 from headway.vllm.settings import RequestSettings
 
 GREEDY = 1e-5    # temperature below which vLLM samples greedily
@@ -46,11 +46,10 @@ class Pilot:
     """`scheduler` is vLLM's, with our hooks. `clock` in seconds."""
 
     def __init__(
-        self, scheduler: Any, chooser: Chooser, counters: Counters, publisher: Publisher, *,
-        trace: TraceWriter | None = None, confidence: Callable[[Any, list[int]], list[float] | None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, scheduler: Any, chooser: Chooser, counters: Counters, *, trace: TraceWriter | None = None,
+        confidence: Callable[[Any, list[int]], list[float] | None] | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._scheduler, self.chooser, self.counters, self._publisher = scheduler, chooser, counters, publisher
+        self._scheduler, self.chooser, self.counters = scheduler, chooser, counters
         self._trace, self._confidence, self._clock = trace, confidence, clock
         self._requests: dict[str, _Request] = {}
         self._seq_ids = itertools.count()
@@ -160,15 +159,12 @@ class Pilot:
         if self._trace and flight.decision:
             self._trace.write(flight.decision.view, feedback)
         self._prune()
-        idle = not (self._scheduler.running or len(self._scheduler.waiting) or self._flights)
-        if idle:
+        if not (self._scheduler.running or len(self._scheduler.waiting) or self._flights):
             self._mark = None
-        self._publisher.publish(self.counters, now=idle)
 
     def close(self) -> None:
         if self._trace:
             self._trace.close()
-        self._publisher.close()
 
     # -- vLLM's records ------------------------------------------------------------------------------------------------
 

@@ -61,15 +61,19 @@ class _Hooks:
         return k
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        pilot = self._pilot
-        if pilot is not None:
-            self._guarded(pilot.read_output, scheduler_output, model_runner_output)
-        result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        if pilot is not None:
-            self._guarded(pilot.after_output)
+        if self._pilot is not None:
+            self._guarded(self._pilot.read_output, scheduler_output, model_runner_output)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """The last thing that `update_from_output` does: the requests are what the step made of them."""
+        if self._pilot is not None:
+            self._guarded(self._pilot.after_output)
         else:
-            self._parts.count_fallback()
-        return result
+            self._parts.counters.num_fallback_steps += 1
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        self._parts.sender.attach(stats, idle=not self.has_unfinished_requests())  # type: ignore[attr-defined]
+        return stats
 
     def shutdown(self) -> None:
         self._parts.close()

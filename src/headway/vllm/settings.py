@@ -30,12 +30,11 @@ class Settings:
     policy: str | Mapping[str, Any] = option("goodput", 'policy name, or {"name": ..., options}, as in `headway serve --spec`')
     trace: str | None = option(None, "file to write one JSON line per step to, for `headway replay` and `headway tune`")
     costs: str | None = option(None, "file to keep what steps cost in, between starts; default: in the user's cache; \"off\": nowhere")
-    stats: str | None = option(None, "folder through which the scheduler's counters reach /metrics; default: in the temporary folder")
 
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"headway.enabled must be true or false, got {self.enabled!r}")
-        for name in ("trace", "costs", "stats"):
+        for name in ("trace", "costs"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"headway.{name} must be a string or null, got {getattr(self, name)!r}")
 
