@@ -155,7 +155,7 @@ except SystemExit as end:
     "words",
     [
         "", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "bench sweep", "tune", "replay",
-        "top", "pull", "list", "config",
+        "top", "pull", "list", "vllm", "vllm config", "vllm check", "config",
     ],
 )
 def test_help_needs_no_torch(words: str) -> None:

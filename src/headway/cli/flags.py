@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
+        if unknown and not getattr(parsed, "passes_on", False):   # a command that hands foreign flags on takes them from `argv`
             leaf: argparse.ArgumentParser = getattr(parsed, "parser", self)
             known = [name for action in leaf._actions for name in action.option_strings]
             near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)

@@ -27,6 +27,7 @@ COMMANDS = {
     "train": "train a speculator for a model",
     "pull": "download a model and print its directory",
     "list": "list drafters, policies or models",
+    "vllm": "bring Headway into vLLM: print the flags, and check them before a server starts",
     "config": "print the resolved configuration and where each value came from",
 }
 EXIT_BAD_INPUT = 2
