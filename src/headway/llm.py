@@ -86,6 +86,10 @@ class LLM:
         self.engine = Engine(config, progress=sys.stderr.isatty())
         self._request_ids = itertools.count()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without sampling parameters uses: the model's own recommendation where it has one, as in vLLM."""
+        return SamplingParams(**self.engine.sampling_defaults)  # type: ignore[arg-type]
+
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
@@ -120,7 +124,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
         """Yields what each step adds to one continuation. Closing the iterator aborts the request."""
-        request = self._request(prompt, sampling_params or SamplingParams())
+        request = self._request(prompt, sampling_params or self.get_default_sampling_params())
         if request.params.n != 1:
             raise InvalidRequestError("stream writes one continuation; use generate for n > 1", param="n")
         self.engine.add(request)
@@ -138,7 +142,7 @@ class LLM:
         self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> Iterator[tuple[Any, SamplingParams]]:
         if params is None or isinstance(params, SamplingParams):
-            return zip(prompts, itertools.repeat(params or SamplingParams()), strict=False)
+            return zip(prompts, itertools.repeat(params or self.get_default_sampling_params()), strict=False)
         if len(params) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts but {len(params)} sampling_params: give one, or one each")
         return zip(prompts, params, strict=True)

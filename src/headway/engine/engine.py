@@ -34,6 +34,7 @@ from headway.engine.runner import ForwardOutput, Runner
 from headway.engine.scheduler import Scheduler
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.verify import Verifier
+from headway.models.generation import sampling_defaults
 from headway.models.loader import load_model
 from headway.types import (
     Choice,
@@ -70,6 +71,7 @@ class Engine:
         self.config = config
         self.model = load_model(config.model, dtype=config.dtype, device=config.device, progress=progress)
         self.tokenizer = Tokenizer(self.model.directory)
+        self.sampling_defaults = sampling_defaults(config.model, self.model.directory)   # for who asks for none
         self.requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}   # live, by seq_id
         self.speculate(config.speculative, progress=progress)

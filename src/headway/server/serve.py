@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):
         self.bridge.on_failure = self._stop
         await super().startup(sockets)
         assert sockets is not None
-        print(_hello(sockets[0], self.model, self.options), flush=True)
+        print(_hello(sockets[0], self.model, self.options, self.bridge.engine.sampling_defaults), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: drain. Second: stop now."""
@@ -107,10 +108,15 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _hello(listener: socket.socket, model: str, options: ServerOptions) -> str:
+def _hello(listener: socket.socket, model: str, options: ServerOptions, sampling: Mapping[str, float]) -> str:
     port = listener.getsockname()[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = ' -H "Authorization: Bearer $HEADWAY_API_KEY"' if options.api_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
-    return f"Serving {model} at {url}/v1. Try:\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n"
+    call = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    lines = [f"Serving {model} at {url}/v1. Try:\n", f"  {call}\n"]
+    if sampling:
+        values = ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+        lines.append(f"A request that leaves sampling open gets what the model's makers recommend: {values}.\n")
+    return "\n".join(lines)
