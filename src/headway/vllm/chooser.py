@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from headway.control.costs import CostModel
 from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup
 from headway.control.shadows import Shadows
-from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, SequenceFeedback, ShadowFeedback
+from headway.types import NO_DRAFT, Choice, Draft, Feedback, SequenceFeedback, ShadowFeedback
 
 PROBE_EVERY = 16     # choices between two requests that are drafted for although speculation is off (place)
 QUIET = 16           # choices in a row without a draft worth verifying, after which drafts are made in one step of REST only (trim)
@@ -67,7 +67,6 @@ class StepOutcome:
     num_context_tokens: int
     num_rows: int
     num_waiting: int
-    draft_ms: float = 0.0    # of the drafts it verified, where that is known
 
 
 @dataclass(slots=True)
@@ -205,22 +204,18 @@ class Chooser:
                 for row in outcome.rows
                 if row.tracked.seq_id == decision.probed and row.num_drafts
             )
-        rows = [self._row(decision, row) for row in outcome.rows]
-        num_proposed = sum(row.num_proposed for row in rows)
-        drafting = outcome.draft_ms > 0.0 and num_proposed > 0
         return Feedback(
             step=decision.view.step if decision else self._step,
-            sequences=tuple(rows),
+            sequences=tuple(self._row(decision, row) for row in outcome.rows),
             num_prefill_tokens=outcome.num_prefill_tokens,
             num_tokens=outcome.num_tokens,
             num_context_tokens=outcome.num_context_tokens,
-            draft_ms=outcome.draft_ms,
-            verify_ms=max(0.0, outcome.step_ms - outcome.draft_ms),
+            draft_ms=0.0,    # part of the step, and vLLM does not tell it apart
+            verify_ms=outcome.step_ms,
             step_ms=outcome.step_ms,
             num_rows=outcome.num_rows,
             num_waiting=outcome.num_waiting,
             policy_ms=self._policy_s * 1e3 if decision else 0.0,
-            drafters=(DrafterFeedback(self.drafter, len(rows), self.max_k, 0, num_proposed, outcome.draft_ms),) if drafting else (),
             shadows=shadows if decision else (),
             forecast=self.policy.forecast if decision else None,
             reason=self.policy.reason,

@@ -4,6 +4,7 @@ Knows vLLM's records by their attributes only and imports none of it. One step, 
 
     before_schedule()                 sync: trims each request's drafts to what is worth verifying
     after_schedule(output)            notes what runs
+    note_drafts(drafts)               sync: what is known about them
     place(output)                     async: how many drafts to make now and verify in the next step
     read_output(output, sampled)      what each row did, before vLLM changes the requests
     after_output()                    after it did: the policy learns. A second call does nothing
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ from headway.errors import InvalidRequestError
 from headway.types import Draft
 from headway.vllm.chooser import Chooser, Decision, Load, RowOutcome, StepOutcome, Tracked
 from headway.vllm.counters import Counters
+from headway.vllm.evidence import History
+from headway.vllm.mailbox import Mailbox
 from headway.vllm.settings import RequestSettings
 
 GREEDY = 1e-5    # temperature below which vLLM samples greedily
@@ -40,17 +43,19 @@ class _Flight:
 @dataclass(slots=True)
 class _Request(Tracked):
     settings: RequestSettings = field(default_factory=RequestSettings)
+    history: History | None = None
+    confidence: Sequence[float] | None = None    # of its latest draft
 
 
 class Pilot:
-    """`scheduler` is vLLM's, with our hooks. `clock` in seconds."""
+    """`scheduler` is vLLM's, with our hooks. `copies`: drafts are copied from the request's own text. `clock` in seconds."""
 
     def __init__(
         self, scheduler: Any, chooser: Chooser, counters: Counters, *, trace: TraceWriter | None = None,
-        confidence: Callable[[Any, list[int]], list[float] | None] | None = None, clock: Callable[[], float] = time.perf_counter,
+        box: Mailbox | None = None, copies: bool = False, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scheduler, self.chooser, self.counters = scheduler, chooser, counters
-        self._trace, self._confidence, self._clock = trace, confidence, clock
+        self._trace, self._box, self._copies, self._clock = trace, box or Mailbox(), copies, clock
         self._requests: dict[str, _Request] = {}
         self._seq_ids = itertools.count()
         self._flights: deque[_Flight] = deque()
@@ -64,8 +69,16 @@ class Pilot:
 
     def num_to_draft(self) -> int:
         """Sync: drafts per request to make at the end of the step that is being scheduled."""
-        self._drafted = self.chooser.wants_drafts
+        self._drafted = self._box.wanted = self.chooser.wants_drafts
         return self.chooser.max_k if self._drafted else 0
+
+    def note_drafts(self, drafts: Any) -> None:
+        """The proposer's confidence, when it lives in this process and speaks of these drafts."""
+        said = self._box.confidence
+        if len(said) == len(drafts.req_ids):
+            for req_id, confidence in zip(drafts.req_ids, said, strict=True):
+                if req_id in self._requests:
+                    self._requests[req_id].confidence = confidence
 
     def before_schedule(self) -> None:
         scheduler = self._scheduler
@@ -156,6 +169,10 @@ class Pilot:
             self.chooser.compare(row.tracked)
         feedback = self.chooser.observe(flight.decision, outcome)
         self.counters.observe_feedback(feedback)
+        # What vLLM drafts at the end of a step is part of that step; of our proposer the time is known.
+        draft_ms, self._box.draft_ms = min(self._box.draft_ms, outcome.step_ms), 0.0
+        self.counters.draft_ms += draft_ms
+        self.counters.verify_ms -= draft_ms
         if self._trace and flight.decision:
             self._trace.write(flight.decision.view, feedback)
         self._prune()
@@ -227,8 +244,12 @@ class Pilot:
         )
 
     def _draft(self, request: Any) -> Draft:
-        tokens = request.spec_token_ids
-        return Draft(tokens, confidence=self._confidence(request, tokens) if self._confidence else None)
+        tracked, tokens = self._of(request), request.spec_token_ids
+        confidence, tracked.confidence = tracked.confidence, None
+        if self._copies:
+            tracked.history = tracked.history or History(request.all_token_ids)
+            confidence = tracked.history.confidence(tokens)
+        return Draft(tokens, confidence=list(confidence[: len(tokens)]) if confidence else None)
 
     def _writes(self, request: Any, num_tokens: int) -> bool:
         """Whether the step that is being scheduled reaches the end of what is known of the request."""

@@ -92,6 +92,11 @@ class HeadwayScheduler(_Hooks, SyncScheduler):  # type: ignore[misc]
             self._guarded(pilot.after_schedule, output)
         return output
 
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        super().update_draft_token_ids(draft_token_ids)
+        if self._pilot is not None:
+            self._guarded(self._pilot.note_drafts, draft_token_ids)
+
 
 class HeadwayAsyncScheduler(_Hooks, AsyncScheduler):  # type: ignore[misc]
     """Async: only the number of drafts is chosen, one step ahead (eagle, eagle3, mtp, draft_model, ngram_gpu)."""

@@ -1,0 +1,250 @@
+"""Headway's scheduler and proposer inside vLLM, against vLLM alone: real `vllm serve` servers, `vllm bench serve` as the load.
+
+    python benchmarks/vllm_plugin.py --vllm VENV/bin/vllm --output results/vllm-plugin.json
+
+One server per configuration; all but the one that is measured are stopped (SIGSTOP), since an idle vLLM polls. In one block every
+configuration answers the same new prompts of a cell (workload x concurrency), in the opposite order in the next repeat, so a machine that
+drifts drifts for all. The output is rewritten after each run; the same command continues it.
+
+Configurations: none, kN (ngram, always N), table (ngram, --table), headway (its scheduler over ngram), proposer (its proposer, always
+--max-k), headway+proposer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from against_vllm import NGRAM, Server
+
+import headway
+from headway.bench import workloads
+from headway.bench.environment import describe
+from headway.models import hub
+
+SOURCE = Path(headway.__file__).resolve().parents[1]
+FIRST_SEED = 7000       # of the measured prompts: none of these were looked at while anything was tuned
+PORT = 8201
+GENERATOR = Path(__file__).with_name("vllm_load.py")
+
+
+def speculation(name: str, options: argparse.Namespace) -> list[str]:
+    """The flags that make a configuration."""
+    def flags(config: dict[str, Any], *more: str) -> list[str]:
+        return ["--speculative-config", json.dumps(config), *more]
+
+    proposer = {"method": "custom_class", "model": "headway.vllm.Proposer", "num_speculative_tokens": options.max_k}
+    scheduler = ("--scheduler-cls", "headway.vllm.Scheduler")
+    if name == "none":
+        return []
+    if re.fullmatch(r"k[1-9]\d*", name):
+        return flags({**NGRAM, "num_speculative_tokens": int(name[1:])})
+    if name == "table":
+        table = json.loads(options.table)
+        k = max(entry[2] for entry in table)
+        return flags({**NGRAM, "num_speculative_tokens": k, "num_speculative_tokens_per_batch_size": table})
+    if name == "headway":
+        return flags({**NGRAM, "num_speculative_tokens": options.max_k}, *scheduler)
+    if name == "proposer":
+        return flags(proposer)
+    if name == "headway+proposer":
+        return flags(proposer, *scheduler)
+    raise SystemExit(f"unknown configuration {name!r}: none, kN, table, headway, proposer, headway+proposer")
+
+
+def start(name: str, index: int, directory: str, options: argparse.Namespace) -> Server:
+    port = PORT + index
+    command = [
+        options.vllm, "serve", directory, "--served-model-name", "model", "--dtype", options.dtype, "--max-model-len", "2048",
+        "--max-num-seqs", "64", "--port", str(port), *shlex.split(options.serve_args), *speculation(name, options),
+    ]  # fmt: skip
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(SOURCE)}
+    iomp = Path(options.vllm).absolute().parents[1] / "lib" / "libiomp5.so"
+    if iomp.exists():   # vLLM asks for it: without it speculation is slow
+        env["LD_PRELOAD"] = str(iomp)
+    server = Server(name, command, port, env)
+    print(f"{name}: ready after {server.ready_s} s", flush=True)
+    return server
+
+
+class Load:
+    """vLLM's load generator, in a process of its own."""
+
+    def __init__(self, options: argparse.Namespace, directory: str, folder: Path) -> None:
+        self._options, self._directory, self._folder = options, directory, folder
+        python = str(Path(options.vllm).with_name("python"))
+        self._process = subprocess.Popen(
+            [python, str(GENERATOR)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def run(self, server: Server, prompts: list[str], concurrency: int) -> dict[str, Any]:
+        path = self._folder / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        words = [
+            "--backend", "openai-chat", "--base-url", server.url, "--endpoint", "/v1/chat/completions", "--model", "model",
+            "--tokenizer", self._directory, "--dataset-name", "custom", "--dataset-path", str(path), "--skip-chat-template",
+            "--custom-output-len", str(self._options.output_len), "--num-prompts", str(len(prompts)), "--disable-shuffle",
+            "--max-concurrency", str(concurrency), "--ignore-eos", "--temperature", "0", "--disable-tqdm",
+        ]  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("RESULT "):
+                result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+                if result.get("failed") or result["completed"] != len(prompts):
+                    raise SystemExit(f"{server.name}: {result}")
+                return result
+        raise SystemExit(f"the load generator ended: {shlex.join([GENERATOR.name, *words])}")
+
+    def close(self) -> None:
+        self._process.kill()
+
+
+def texts(workload: str, count: int, seed: int) -> list[str]:
+    found = workloads.load(workload, count, seed)
+    return [prompt.text or str((prompt.messages or ({},))[-1]["content"]) for prompt in found]
+
+
+def num_prompts(concurrency: int, options: argparse.Namespace) -> int:
+    return max(options.min_prompts, min(2 * concurrency, concurrency + 16))
+
+
+class Results:
+    """Every run, on disk as soon as it is done."""
+
+    def __init__(self, path: Path, options: argparse.Namespace) -> None:
+        self.path = path
+        asked = {name: getattr(options, name) for name in ("output_len", "min_prompts", "max_k", "table", "dtype", "model", "serve_args")}
+        self.document: dict[str, Any] = {"benchmark": "vllm_plugin", "asked": asked, "runs": []}
+        if path.exists():
+            self.document = json.loads(path.read_text())
+            if self.document["asked"] != asked:
+                raise SystemExit(f"{path} was measured with {self.document['asked']}; now {asked} is asked for")
+        words = [re.sub(r"/[^ :]*/", "", word) for word in sys.argv[1:]]
+        self.document |= {"command": shlex.join(["benchmarks/vllm_plugin.py", *words]), **describe()}
+
+    def has(self, **key: Any) -> bool:
+        return any(all(run[name] == value for name, value in key.items()) for run in self.document["runs"])
+
+    def add(self, **run: Any) -> None:
+        self.document["runs"].append(run)
+        self.write()
+
+    def write(self) -> None:
+        self.document["summary"] = summary(self.document["runs"])
+        self.path.parent.mkdir(exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.document, indent=1) + "\n")
+        partial.replace(self.path)
+
+
+def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per cell: median output tokens per second of each configuration, and ours over the best of the others, block by block."""
+    cells: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
+    for run in runs:
+        block = cells.setdefault((run["workload"], run["concurrency"]), {}).setdefault(run["repeat"], {})
+        block[run["configuration"]] = run["output_throughput"]
+    found = []
+    for (workload, concurrency), blocks in cells.items():
+        names = list(dict.fromkeys(name for block in blocks.values() for name in block))
+        medians = {name: statistics.median(block[name] for block in blocks.values() if name in block) for name in names}
+        static = {name: value for name, value in medians.items() if not name.endswith(("headway", "proposer"))}
+        cell: dict[str, Any] = {"workload": workload, "concurrency": concurrency, "output_tokens_per_s": medians}
+        if static:
+            best = max(static, key=static.__getitem__)
+            cell["best"] = best
+            for ours in ("headway", "headway+proposer"):
+                ratios = {
+                    other: statistics.median(block[ours] / block[other] for block in blocks.values() if ours in block and other in block)
+                    for other in static
+                    if any(ours in block and other in block for block in blocks.values())
+                }
+                if ratios:
+                    cell[ours] = {"over_best": round(medians[ours] / static[best], 3)} | {
+                        f"over_{other}": round(ratio, 3) for other, ratio in ratios.items()
+                    }
+        found.append(cell)
+    return found
+
+
+def measure(servers: list[Server], load: Load, results: Results, options: argparse.Namespace) -> None:
+    ends = time.monotonic() + options.time_budget if options.time_budget else float("inf")
+    longest = 0.0
+    cells = [(workload, concurrency) for workload in options.workloads.split(",") for concurrency in options.concurrency]
+    for repeat in range(options.repeats):
+        for index, (workload, concurrency) in enumerate(cells):
+            if time.monotonic() + longest > ends:
+                print("the time is up; the same command goes on from here", flush=True)
+                return
+            began = time.monotonic()
+            prompts = texts(workload, num_prompts(concurrency, options), FIRST_SEED + 100 * repeat + index)
+            for server in servers if repeat % 2 == 0 else servers[::-1]:
+                key = {"workload": workload, "concurrency": concurrency, "repeat": repeat, "configuration": server.name}
+                if results.has(**key):
+                    continue
+                found = awake(server, load, prompts, concurrency)
+                results.add(**key, **found)
+                print(f"{workload} x {concurrency}, {server.name}: {found['output_throughput']:.1f} tokens/s", flush=True)
+            longest = max(longest, time.monotonic() - began)
+
+
+def awake(server: Server, load: Load, prompts: list[str], concurrency: int) -> dict[str, Any]:
+    server.signal(signal.SIGCONT)
+    try:
+        return load.run(server, prompts, concurrency)
+    finally:
+        server.signal(signal.SIGSTOP)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", required=True, help="the vllm executable")
+    parser.add_argument("--model", default="smollm2-135m", help="anything `headway serve` takes")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--configurations", default="none,k2,k4,k8,table,headway,headway+proposer")
+    parser.add_argument("--workloads", default="code-edit,chat,mixed")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--min-prompts", type=int, default=4)
+    parser.add_argument("--max-k", type=int, default=8, help="num_speculative_tokens of Headway's configurations")
+    parser.add_argument("--table", default="[[1,8,4],[9,64,0]]")
+    parser.add_argument("--serve-args", default="", help="more flags for every server")
+    parser.add_argument("--warmup", type=int, default=24, help="requests of the mixed workload before anything is measured")
+    parser.add_argument("--time-budget", type=float, default=0.0, help="seconds after the servers are ready; 0: no limit")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    results = Results(options.output, options)
+    directory = str(hub.resolve(options.model))
+    servers: list[Server] = []
+    with tempfile.TemporaryDirectory() as folder:
+        load = Load(options, directory, Path(folder))
+        try:
+            for index, name in enumerate(options.configurations.split(",")):
+                servers.append(start(name, index, directory, options))
+                awake(servers[-1], load, texts("mixed", options.warmup, FIRST_SEED - 1), 8)
+            measure(servers, load, results, options)
+        finally:
+            load.close()
+            for server in servers:
+                server.signal(signal.SIGCONT)
+                server.signal(signal.SIGKILL)
+    results.write()
+    for cell in results.document["summary"]:
+        print(json.dumps(cell))
+
+
+if __name__ == "__main__":
+    main()
