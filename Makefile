@@ -1,9 +1,11 @@
 # make serve      a real model answering on http://127.0.0.1:8000, from a fresh checkout
 # make test       the tests that need neither a GPU nor an hour
+# make test-vllm  the vLLM plugin against a real vLLM (CPU) in an environment of its own, .venv-vllm-VERSION; VLLM=0.31.0 for another
 # Override:       make serve MODEL=DIR PORT=9000 TORCH="torch==2.12.0"
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+VLLM   ?= 0.32.0
 MODEL  ?= smollm2-135m
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
@@ -14,7 +16,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 RUN_STAMP := $(VENV)/.headway-installed
 DEV_STAMP := $(VENV)/.headway-installed-dev
 
-.PHONY: help install dev serve test test-heavy test-portable test-sanitized lint clean
+.PHONY: help install dev serve test test-heavy test-portable test-sanitized test-vllm lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -59,9 +61,18 @@ test-sanitized: dev
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	HEADWAY_NATIVE=$(SANITIZED) $(BIN)/python -m pytest tests/unit/test_native.py
 
+# vLLM's own imports warn; its environment is kept.
+VLLM_VENV := .venv-vllm-$(VLLM)
+$(VLLM_VENV)/.installed: tests/vllm/install.sh pyproject.toml setup.py
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tests/vllm/install.sh $(VLLM_VENV) $(VLLM)
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default tests/vllm
+
 lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-vllm-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

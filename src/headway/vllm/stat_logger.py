@@ -19,7 +19,7 @@ from headway.vllm.telemetry import Received, detach
 
 LABELS = ("model_name", "engine")
 
-logger = logging.getLogger("headway.vllm")
+logger = logging.getLogger("vllm.headway")
 
 # One set per process, however often vLLM makes its loggers: a name can be registered once.
 _families: dict[str, Any] = {}

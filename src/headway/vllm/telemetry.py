@@ -27,7 +27,7 @@ INTERVAL_S = 0.25            # between two of them, while there is work
 # Numbers that are not counts: sent as they are.
 STATE = ("max_k", "started", "calibration_error")
 
-logger = logging.getLogger("headway.vllm")
+logger = logging.getLogger("vllm.headway")
 
 
 class Sender:

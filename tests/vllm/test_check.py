@@ -1,0 +1,56 @@
+"""`headway vllm check` with vLLM's own parser and configuration behind it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from conftest import SCHEDULER
+
+from headway.vllm import flags
+
+SPEC = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def run(*words: str) -> tuple[int, dict[str, Any]]:
+    done = subprocess.run([sys.executable, "-m", "headway.cli.main", "vllm", "check", "--json", *words], capture_output=True, timeout=300)
+    assert done.returncode in (0, 2), done.stderr.decode()
+    found: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, found
+
+
+def test_vllm_resolves_the_flags(model_directory: str) -> None:
+    code, found = run(model_directory, "--scheduler-cls", SCHEDULER, "-sc", json.dumps(SPEC), "--dtype", "bfloat16", "--max-num-seqs", "8")
+    facts = found["facts"]
+    assert code == 0, found
+    assert (facts["device"], facts["async_scheduling"], facts["max_num_seqs"], facts["max_k"]) == ("cpu", False, 8, 4)
+    # 30 layers of 3 heads of 64, keys and values, two bytes each, in the gibibyte that the tests allow
+    assert facts["kv_tokens"] == 2**30 // (30 * 3 * 64 * 2 * 2)
+    assert facts["missing"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--no-such-flag"], "no-such-flag"),
+        (["-sc", json.dumps({"method": "no-such-method", "num_speculative_tokens": 4})], "method"),
+        (["--async-scheduling", "-sc", json.dumps(SPEC)], "async"),
+    ],
+)
+def test_what_vllm_refuses_is_told_in_its_words(model_directory: str, words: list[str], said: str) -> None:
+    code, found = run(model_directory, "--scheduler-cls", SCHEDULER, *words)
+    assert code == 2
+    refusals = [finding["why"] for finding in found["findings"] if finding["what"] == "vLLM refuses these flags"]
+    assert refusals
+    assert said in refusals[0]
+
+
+@pytest.mark.parametrize("method", ["headway", "ngram"])
+def test_what_config_prints_works_here(model_directory: str, method: str) -> None:
+    given = flags.serve_flags(method=method)
+    words = [word for name, value in given.items() for word in (name, value if isinstance(value, str) else json.dumps(value))]
+    code, found = run(model_directory, "--dtype", "bfloat16", *words)
+    assert code == 0, found
