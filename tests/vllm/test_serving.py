@@ -12,8 +12,8 @@ import pytest
 from conftest import NGRAM, REPEATING, Server, flags_of
 
 from headway.bench.scrape import Growth, Scrape
-from headway.control import trace
 from headway.control.counters import CHOSEN_K, StepCounters, measurements
+from headway.control.trace import read_trace
 
 ORIGINAL = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return width * height * depth\n"
 
@@ -102,9 +102,8 @@ def test_top_shows_what_speculation_does(server: Server) -> None:
 
 def test_the_trace_can_be_replayed(server: Server, trace_path: Path) -> None:
     server.complete(f"{ORIGINAL}{ORIGINAL}", max_tokens=48)
-    server.complete("Once", max_tokens=4)   # lines are written in blocks, a second apart at least
     server.settled()
-    recorded = trace.read(trace_path)
+    recorded = read_trace(trace_path)
     assert recorded.max_k == 8
     assert recorded.drafters == ("ngram",)
     verified = [seq for step in recorded.steps for seq in step.feedback.sequences if seq.num_drafts]

@@ -148,6 +148,7 @@ def _trace(settings: Settings, config: Any, method: str, scheduler: Any, policy:
         "drafters": [method], "policy": policy, "max_k": scheduler.num_spec_tokens, "max_num_seqs": scheduler.max_num_running_reqs,
         "max_num_batched_tokens": scheduler.max_num_scheduled_tokens,
     }  # fmt: skip
-    return TraceWriter(settings.trace, header)
+    rank = getattr(config.parallel_config, "data_parallel_index", 0)   # each data-parallel rank has a scheduler, so a trace, of its own
+    return TraceWriter(f"{settings.trace}.{rank}" if rank else settings.trace, header)
 
 

@@ -178,6 +178,8 @@ class Pilot:
         self._prune()
         if not (self._scheduler.running or len(self._scheduler.waiting) or self._flights):
             self._mark = None
+            if self._trace:
+                self._trace.flush()   # the next step may be long in coming
 
     def close(self) -> None:
         if self._trace:
