@@ -11,8 +11,9 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = [f"src/headway/native/{name}.c" for name in ("attention", "elementwise", "linear", "parallel", "sampling", "stack")]
-HEADERS = [f"src/headway/native/{name}.h" for name in ("attention_impl", "each_type", "elementwise_impl", "kernels", "parallel", "simd")]
+SOURCES = [f"src/headway/native/{name}.c" for name in ("attention", "draft", "elementwise", "linear", "parallel", "sampling", "stack")]
+_HEADERS = ("attention_impl", "each_type", "elementwise_impl", "kernels", "parallel", "simd", "stack")
+HEADERS = [f"src/headway/native/{name}.h" for name in _HEADERS]
 COMMON = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]

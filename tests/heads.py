@@ -51,12 +51,13 @@ def target_config(target: Path) -> dict[str, Any]:
     return config
 
 
-def layer_config(target: Path, model_type: str = "llama", num_layers: int = 1) -> dict[str, Any]:
+def layer_config(target: Path, model_type: str = "llama", num_layers: int = 1, inner_size: int = 80) -> dict[str, Any]:
     """The draft network's own decoder layers: smaller heads than the target's."""
     config = target_config(target)
     return {
         "model_type": model_type, "vocab_size": config["vocab_size"], "hidden_size": config["hidden_size"],
-        "intermediate_size": 80, "num_hidden_layers": num_layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "intermediate_size": inner_size, "num_hidden_layers": num_layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
         "hidden_act": "silu", "max_position_embeddings": config["max_position_embeddings"], "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "attention_bias": False, "mlp_bias": False,
         "tie_word_embeddings": False,
@@ -73,11 +74,11 @@ def draft_vocabulary(vocab: int, size: int, seed: int) -> tuple[torch.Tensor, to
 
 def eagle3_dir(
     directory: Path, target: Path, *, layout: str = "speculators", seed: int = 0, draft_vocab: int | None = 200, num_layers: int = 1,
-    model_type: str = "llama", layer_ids: tuple[int, ...] = (1, 2), **flags: Any,
+    model_type: str = "llama", layer_ids: tuple[int, ...] = (1, 2), inner_size: int = 80, **flags: Any,
 ) -> Path:
     """`layout`: speculators, or eagle (the EAGLE repository's). `draft_vocab` None: the target's own vocabulary."""
     hidden, vocab = target_config(target)["hidden_size"], target_config(target)["vocab_size"]
-    inner = layer_config(target, model_type, num_layers)
+    inner = layer_config(target, model_type, num_layers, inner_size)
     make = Maker(seed)
     make.matrix("fc", hidden, len(layer_ids) * hidden)
     for index in range(num_layers):
@@ -103,8 +104,10 @@ def eagle3_dir(
     return write(directory, config, make.tensors, "pytorch_model.bin" if layout == "eagle" else "model.safetensors")
 
 
-def eagle1_dir(directory: Path, target: Path, *, seed: int = 0, bias: bool = True, file: str = "pytorch_model.bin") -> Path:
-    config = layer_config(target)
+def eagle1_dir(
+    directory: Path, target: Path, *, seed: int = 0, bias: bool = True, file: str = "pytorch_model.bin", inner_size: int = 80
+) -> Path:
+    config = layer_config(target, inner_size=inner_size)
     make = Maker(seed)
     make.matrix("fc", config["hidden_size"], 2 * config["hidden_size"], bias)
     make.layer("layers.0", config, input_norm=False)
@@ -182,9 +185,11 @@ def mlp_speculator_dir(
     return write(directory, config, make.tensors, file)
 
 
-def mtp_dir(directory: Path, target: Path, *, layout: str = "speculators", model_type: str = "qwen3", seed: int = 0) -> Path:
+def mtp_dir(
+    directory: Path, target: Path, *, layout: str = "speculators", model_type: str = "qwen3", seed: int = 0, inner_size: int = 80
+) -> Path:
     """`layout`: speculators, qwen, mimo or deepseek."""
-    inner, hidden = layer_config(target, model_type), target_config(target)["hidden_size"]
+    inner, hidden = layer_config(target, model_type, inner_size=inner_size), target_config(target)["hidden_size"]
     index = target_config(target)["num_hidden_layers"] if layout == "deepseek" else 0
     root = {"speculators": "mtp_layers.0", "qwen": "mtp", "mimo": "model.mtp_layers.0", "deepseek": f"model.layers.{index}"}[layout]
     named = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway import plugins
-from headway.drafters._chain import draft_chain
+from headway.drafters._chain import Prediction, draft_chain
 from headway.drafters.drafter import DraftRequest, keep_all
 from tests.unit.test_feature_chain import Argmax
 
@@ -45,10 +45,10 @@ def test_who_gets_drawn_drafts(deterministic: bool) -> None:
     requests = [DraftRequest(i, [1, 2, 3], 2, 3, greedy=i % 2 == 0) for i in range(4)]
     logits = torch.randn(4, 320)
 
-    def advance(going: list[int], tokens: Tensor, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        return logits[going] + position, state
+    def advance(going: list[int], tokens: Tensor, state: Tensor, position: int, num: int) -> list[Prediction]:
+        return [Prediction(logits[going] + position, state)]
 
-    drafts = draft_chain(requests, keep_all, Argmax(), logits, torch.zeros(4, 1), advance, None, deterministic=deterministic)
+    drafts = draft_chain(requests, keep_all, Argmax(), Prediction(logits, torch.zeros(4, 1)), advance, None, deterministic=deterministic)
     likeliest = logits.argmax(-1).tolist()
     for request, draft, token in zip(requests, drafts, likeliest, strict=True):
         if request.greedy or deterministic:

@@ -182,7 +182,7 @@ def test_missing_files(target_dir: Path, target: Decoder, tmp_path: Path, missin
 def test_the_networks_say_what_they_are(target_dir: Path, target: Decoder, tmp_path: Path) -> None:
     network = load_eagle(eagle3_dir(tmp_path / "e", target_dir, norm_output=True), target)
     assert isinstance(network, Eagle3)
-    assert network.norm_output
+    assert network.wiring.norm_output
     assert network.target_ids is not None
     assert len(network.target_ids) == 200
     assert len(network.target_ids.unique()) == 200

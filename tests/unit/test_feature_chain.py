@@ -71,6 +71,9 @@ class Text:
 class Argmax:
     """A sampler of requests without parameters; those that are not greedy draw from the softmax."""
 
+    def takes_largest(self, requests: Sequence[DraftRequest]) -> bool:
+        return False
+
     def likely(
         self, logits: torch.Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]], token_ids: torch.Tensor | None = None
     ) -> list[int]:

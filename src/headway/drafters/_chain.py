@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import option
@@ -21,8 +22,27 @@ from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
 from headway.types import Draft
 
-Advance = Callable[[list[int], Tensor, Tensor, int], tuple[Tensor, Tensor]]
-"""(which requests, their newest tokens [n], their state [n, ...], position of these tokens in the draft) -> (logits, state) after them"""
+
+@dataclass(slots=True)
+class Prediction:
+    """What a network says about the next token of each of n drafts.
+
+    logits      [n, draft vocabulary]
+    state       [n, ...]: what it goes on from
+    best        int64 [n]: the target's token of the largest logit, where the network has looked it up
+    confidence  f32 [n]: the largest probability, likewise
+    """
+
+    logits: Tensor
+    state: Tensor
+    best: Tensor | None = None
+    confidence: NDArray[np.float32] | None = None
+
+
+Advance = Callable[[list[int], Tensor, Tensor, int, int], list[Prediction]]
+"""(which requests, their newest tokens [n], their state [n, ...], position of these tokens in the draft, how many) -> what follows them
+
+One prediction, or up to as many as asked for, each behind the likeliest token of the one before."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +60,10 @@ class SampleOptions:
 
 
 def draft_chain(
-    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, logits: Tensor, state: Tensor, advance: Advance,
+    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, prediction: Prediction, advance: Advance,
     target_ids: Tensor | None, head: ConfidenceHead | None = None, *, deterministic: bool = False,
 ) -> list[Draft]:
-    """One draft per request. `logits` [n, draft vocabulary] and `state` [n, ...] are those before the first draft token.
+    """One draft per request. `prediction` is that of the first draft token.
 
     target_ids     int64 [draft vocabulary]: the target's token for each; None: the vocabularies are the same
     head           estimates confidence from the state; None: it is the largest probability
@@ -52,62 +72,87 @@ def draft_chain(
     Both kinds of confidence depend on the prefix alone; the policy sees the confidence before the token is chosen.
     """
     listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
-    drafts = [Draft([], confidence=[]) for _ in requests]
-    probs: list[list[Tensor]] = [[] for _ in requests]
-    greedy = [deterministic or request.greedy for request in requests]
+    choose = _Chooser(requests, sampler, target_ids, deterministic)
     going = np.arange(len(requests))
     ks = np.array([request.k for request in requests])
-    for position in range(int(ks.max())):
-        confidence = _confidence(logits) if head is None else head(state).cpu().numpy()
-        if listens:
-            kept = keep([requests[i].seq_id for i in going.tolist()], position, confidence.astype(np.float64))
-            going, confidence, logits, state = _subset(kept, going, confidence, logits, state)
-        if len(going) == 0:
-            break
-        _choose(logits, target_ids, going, requests, greedy, sampler, drafts, probs)
-        for i, sure in zip(going.tolist(), confidence.tolist(), strict=True):
-            drafts[i].confidence.append(sure)   # type: ignore[union-attr]
-        more = ks[going] > position + 1
-        if not more.any():
-            break
-        going, confidence, state = _subset(more, going, confidence, state)
-        tokens = torch.tensor([drafts[i].tokens[-1] for i in going.tolist()], device=state.device)
-        logits, state = advance(going.tolist(), tokens, state, position)
-    for draft, rows in zip(drafts, probs, strict=True):
-        draft.probs = torch.stack(rows) if rows else None
-    return drafts
+    confidences: list[list[float]] = [[] for _ in requests]
+    position, following = 0, [prediction]
+    while len(going):
+        for prediction in following:
+            confidence = _confidence(prediction) if head is None else head(prediction.state).cpu().numpy()
+            if listens:
+                kept = keep([requests[i].seq_id for i in going.tolist()], position, confidence.astype(np.float64))
+                going, confidence, prediction = _subset(kept, going, confidence, prediction)
+            tokens = choose(going.tolist(), prediction)
+            for i, sure in zip(going.tolist(), confidence.tolist(), strict=True):
+                confidences[i].append(sure)
+            position += 1
+        more = ks[going] > position
+        if not more.all():
+            tokens = tokens[torch.from_numpy(more).to(tokens.device)]
+            going, confidence, prediction = _subset(more, going, confidence, prediction)
+        if len(going):
+            num = 1 if listens or head is not None or not choose.plain else int(ks[going].min()) - position
+            following = advance(going.tolist(), tokens, prediction.state, position - 1, num)
+    return choose.drafts(confidences)
 
 
-def _choose(
-    logits: Tensor, target_ids: Tensor | None, going: np.ndarray, requests: Sequence[DraftRequest], greedy: Sequence[bool],
-    sampler: DraftSampler, drafts: list[Draft], probs: list[list[Tensor]],
-) -> None:
+class _Chooser:
     """The next token of each draft: the likeliest one, or one drawn as the request samples."""
-    for likeliest in (True, False):
-        rows = [row for row, i in enumerate(going.tolist()) if greedy[i] == likeliest]
-        if not rows:
-            continue
-        mine = [int(going[row]) for row in rows]
-        part = logits if len(rows) == len(going) else logits[rows]
-        asked, drafted = [requests[i] for i in mine], [drafts[i].tokens for i in mine]
+
+    def __init__(self, requests: Sequence[DraftRequest], sampler: DraftSampler, target_ids: Tensor | None, deterministic: bool) -> None:
+        self.requests, self.sampler, self.target_ids = requests, sampler, target_ids
+        self.greedy = [deterministic or request.greedy for request in requests]
+        self.plain = all(self.greedy) and sampler.takes_largest(requests)
+        self.tokens: list[list[int]] = [[] for _ in requests]
+        self.probs: list[list[Tensor]] = [[] for _ in requests]
+
+    def __call__(self, going: list[int], prediction: Prediction) -> Tensor:
+        """Appends a token to each draft in `going`; returns them, int64 [n]."""
+        if self.plain and prediction.best is not None:
+            chosen = prediction.best.tolist()
+            for i, token in zip(going, chosen, strict=True):
+                self.tokens[i].append(token)
+            return prediction.best
+        for likeliest in (True, False):
+            rows = [row for row, i in enumerate(going) if self.greedy[i] == likeliest]
+            if rows:
+                logits = prediction.logits if len(rows) == len(going) else prediction.logits[rows]
+                self._choose([going[row] for row in rows], logits, likeliest)
+        return torch.tensor([self.tokens[i][-1] for i in going], device=prediction.logits.device)
+
+    def _choose(self, mine: list[int], logits: Tensor, likeliest: bool) -> None:
+        asked, drafted = [self.requests[i] for i in mine], [self.tokens[i] for i in mine]
         if likeliest:
-            tokens = sampler.likely(part, asked, drafted, target_ids)
+            tokens = self.sampler.likely(logits, asked, drafted, self.target_ids)
         else:
-            tokens, drawn_from = sampler.sampled(part, asked, drafted, target_ids)
+            tokens, drawn_from = self.sampler.sampled(logits, asked, drafted, self.target_ids)
             for i, row in zip(mine, drawn_from, strict=True):
-                probs[i].append(row)
+                self.probs[i].append(row)
         for i, token in zip(mine, tokens, strict=True):
-            drafts[i].tokens.append(token)
+            self.tokens[i].append(token)
+
+    def drafts(self, confidences: list[list[float]]) -> list[Draft]:
+        return [
+            Draft(tokens, torch.stack(probs) if probs else None, sure)
+            for tokens, probs, sure in zip(self.tokens, self.probs, confidences, strict=True)
+        ]
 
 
-def _confidence(logits: Tensor) -> np.ndarray:
+def _confidence(prediction: Prediction) -> NDArray[np.float32]:
     """[n] the largest probability of each row."""
-    logits = logits.float()
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp().cpu().numpy()
+    if prediction.confidence is not None:
+        return prediction.confidence
+    logits = prediction.logits.float()
+    found: NDArray[np.float32] = (logits.amax(-1) - logits.logsumexp(-1)).exp().cpu().numpy()
+    return found
 
 
-def _subset(mask: np.ndarray, going: np.ndarray, confidence: np.ndarray, *tensors: Tensor) -> tuple[Any, ...]:
+def _subset(
+    mask: NDArray[np.bool_], going: NDArray[np.int64], confidence: NDArray[np.float32], prediction: Prediction
+) -> tuple[NDArray[np.int64], NDArray[np.float32], Prediction]:
     if mask.all():
-        return (going, confidence, *tensors)
-    where = torch.from_numpy(np.flatnonzero(mask)).to(tensors[0].device)
-    return (going[mask], confidence[mask], *(tensor[where] for tensor in tensors))
+        return going, confidence, prediction
+    where = torch.from_numpy(np.flatnonzero(mask)).to(prediction.logits.device)
+    best = None if prediction.best is None else prediction.best[where]
+    return going[mask], confidence[mask], Prediction(prediction.logits[where], prediction.state[where], best, confidence[mask])

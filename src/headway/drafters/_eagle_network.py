@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from headway.drafters._checkpoint import Checkpoint, decoder_shape
-from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwork
+from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwork, Wiring
 from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -66,39 +66,18 @@ class Eagle3(FeatureNetwork):
     fc: Linear
     fc_norms: list[RMSNorm]          # one per hidden state; empty: none
     input_norm: RMSNorm | None       # over all hidden states together
-    hidden_norm: RMSNorm
-    norm: RMSNorm
-    norm_before_residual: bool
-    norm_output: bool                # features handed on are after the final norm (EAGLE 3.1)
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         parts = [norm(part) for norm, part in zip(self.fc_norms, hidden, strict=True)] if self.fc_norms else hidden
         x = torch.cat(tuple(parts), -1)
         return self.fc(x if self.input_norm is None else self.input_norm(x))
 
-    def enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.hidden_norm(features)
-        return torch.cat([self.layers[0].input_norm(embeds), normed], -1), normed if self.norm_before_residual else features
-
-    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.norm(x)
-        return self.lm_head(normed), normed if self.norm_output else x
-
 
 class Eagle1(FeatureNetwork):
     """Continues the target's last hidden state itself, so the target's output layer reads it."""
 
-    fc: Linear
-
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         return hidden[0]
-
-    def enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.fc(torch.cat([embeds, features], -1))
-        return x, x
-
-    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.lm_head(x), x
 
 
 def _eagle3(file: EagleFile, target: Decoder) -> Eagle3:
@@ -113,14 +92,17 @@ def _eagle3(file: EagleFile, target: Decoder) -> Eagle3:
     fc = build.linear("fc", {"": hidden}, len(layer_ids) * target_hidden)
     target_ids = _target_ids(checkpoint, config, shape.vocab_size)
     vocab = shape.vocab_size if target_ids is None else len(target_ids)
+    wiring = Wiring(
+        token_norm=layers[0].input_norm, feature_norm=hidden_norm, final_norm=build.norm("norm"),
+        normed_residual=bool(config.get("norm_before_residual", False)),
+        norm_output=bool(config.get("norm_output", False)),   # EAGLE 3.1
+    )
     network = Eagle3(shape, layer_ids, build.embedding("embed_tokens.weight", target.embedding), layers,
-                     _lm_head(build, target, vocab), None if target_ids is None else target_ids.to(target.device))
-    network.fc, network.hidden_norm, network.norm = fc, hidden_norm, build.norm("norm")
+                     _lm_head(build, target, vocab), None if target_ids is None else target_ids.to(target.device), wiring)
+    network.fc = fc
     both = len(layer_ids) * target_hidden
     network.input_norm = build.norm("input_norm", both) if config.get("norm_before_fc") else None
     network.fc_norms = [build.norm(f"fc_norm.{i}", target_hidden) for i in range(len(layer_ids))] if config.get("fc_norm") else []
-    network.norm_before_residual = bool(config.get("norm_before_residual", False))
-    network.norm_output = bool(config.get("norm_output", False))
     network.num_bytes = build.num_bytes
     return network
 
@@ -131,8 +113,9 @@ def _eagle1(file: EagleFile, target: Decoder) -> Eagle1:
     build = Builder(checkpoint, shape, target.dtype, target.device)
     layers = [build.layer(f"layers.{i}", input_norm=i > 0) for i in range(shape.num_layers)]
     fc = build.linear("fc", {"": hidden}, 2 * hidden, bias="fc.bias" in checkpoint)
-    network = Eagle1(shape, (-1,), build.embedding("embed_tokens.weight", target.embedding), layers, target.lm_head, None)
-    network.fc, network.num_bytes = fc, build.num_bytes
+    embedding = build.embedding("embed_tokens.weight", target.embedding)
+    network = Eagle1(shape, (-1,), embedding, layers, target.lm_head, None, Wiring(project=fc, direct=True))
+    network.num_bytes = build.num_bytes
     return network
 
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import SampleOptions, draft_chain
+from headway.drafters._chain import Prediction, SampleOptions, draft_chain
 from headway.drafters._confidence_head import ConfidenceHead
+from headway.drafters._feature_native import StepPlan
 from headway.drafters._feature_network import FeatureFile, FeatureNetwork
 from headway.drafters._features import FeatureStore, FeatureTrack
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
 from headway.models import hub
-from headway.models.attention import KVCache
+from headway.models.attention import AttentionPlan, KVCache, Row
 from headway.models.config import ModelConfig
 from headway.types import Draft
 
@@ -153,47 +154,64 @@ class FeatureChain(Drafter):
     # -- the chain ------------------------------------------------------------------------------------------------
 
     def _draft(self, requests: list[DraftRequest], states: list[_State], keep: Keep) -> list[Draft]:
-        network = self.network
+        def advance(going: list[int], tokens: Tensor, features: Tensor, position: int, num: int) -> list[Prediction]:
+            return self._advance([states[i] for i in going], tokens, features, position, num)
 
-        def advance(going: list[int], tokens: Tensor, features: Tensor, position: int) -> tuple[Tensor, Tensor]:
-            return network.predict(self._advance([states[i] for i in going], tokens, features, position))
+        first = self._catch_up(requests, states)
+        ids = self.network.target_ids
+        return draft_chain(requests, keep, self.sampler, first, advance, ids, self.head, deterministic=self.deterministic)
 
-        logits, features = network.predict(self._catch_up(requests, states))
-        return draft_chain(requests, keep, self.sampler, logits, features, advance, network.target_ids, self.head,
-                           deterministic=self.deterministic)  # fmt: skip
-
-    def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Tensor:
-        """Reads what was committed since; returns the network's output at each last position [num_requests, hidden]."""
+    def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Prediction:
+        """Reads what was committed since; returns what the network says at each last position."""
         hidden = [state.track.take() for state in states]
         lengths = [len(h[0]) for h in hidden]
-        features = self.network.fuse([torch.cat(layers) for layers in zip(*hidden, strict=True)])
-        parts = list(torch.split(features, lengths))
-        for i, (request, state) in enumerate(zip(requests, states, strict=True)):
-            while len(parts[i]) > FEW_ROWS:
-                num = min(len(parts[i]) - 1, CATCH_UP_ROWS)
-                self._pass([request], [state], [parts[i][:num]], fill=True)
-                parts[i] = parts[i][num:]
-        x = self._pass(requests, states, parts, fill=False)
-        ends = np.cumsum([len(part) for part in parts]) - 1
-        return x[torch.from_numpy(ends).to(x.device)]
+        features = self.network.fuse([layers[0] if len(layers) == 1 else torch.cat(layers) for layers in zip(*hidden, strict=True)])
+        unread = [_Unread(*each) for each in zip(requests, states, torch.split(features, lengths), strict=True)]
+        behind = [each for each in unread if len(each.features) > FEW_ROWS]
+        while behind:
+            budget, parts = CATCH_UP_ROWS, []
+            for each in behind:
+                num = min(len(each.features) - 1, budget)
+                if num > 0:
+                    parts.append(_Unread(each.request, each.state, each.features[:num]))
+                    each.features = each.features[num:]
+                    budget -= num
+            plan, token_ids, positions, rows = self._read(parts)
+            self.network.forward(token_ids, positions, rows, plan, self.cache, fill=True)
+            behind = [each for each in behind if len(each.features) > 1]
+        plan, token_ids, positions, rows = self._read(unread)
+        ends = np.cumsum([len(each.features) for each in unread]) - 1
+        return self.network.steps(token_ids, positions, rows, plan, self.cache, torch.from_numpy(ends))[0]
 
-    def _pass(self, requests: list[DraftRequest], states: list[_State], features: list[Tensor], *, fill: bool) -> Tensor:
-        """Unread positions of several sequences in one pass; their K/V becomes part of the state."""
-        spans, token_ids, positions = [], [], []
-        for request, state, part in zip(requests, states, features, strict=True):
-            begin, stop = state.filled, state.filled + len(part)
-            token_ids += request.token_ids[begin + 1 : stop + 1]
-            positions.append(np.arange(begin, stop))
-            spans.append((state.blocks, begin - state.begin, len(part)))
-            state.filled = stop
-        device = self.network.device
-        return self.network.forward(
-            torch.tensor(token_ids, device=device), torch.from_numpy(np.concatenate(positions)).to(device),
-            features[0] if len(features) == 1 else torch.cat(features), self.cache.plan(spans), self.cache, fill=fill,
+    def _advance(self, states: list[_State], tokens: Tensor, features: Tensor, position: int, num: int) -> list[Prediction]:
+        """One more row per sequence, on the network's own output, or `num` of them; their K/V is scratch."""
+        network, at = self.network, [state.filled + position for state in states]
+        rows = [(state.blocks, where - state.begin, 1) for state, where in zip(states, at, strict=True)]
+        positions, everyone = torch.tensor(at, device=tokens.device), torch.arange(len(rows), device=tokens.device)
+        several = num > 1 and network.native is not None and self.cache.backend == "native"
+        plan = StepPlan(rows, num, positions, self.block_size, network.rope) if several else self.cache.plan(rows)
+        return network.steps(tokens, positions, features, plan, self.cache, everyone, num if several else 1)
+
+    def _read(self, parts: list[_Unread]) -> tuple[AttentionPlan, Tensor, Tensor, Tensor]:
+        """(plan, token ids, positions, features) of one pass over unread positions; their K/V becomes part of the state."""
+        spans: list[Row] = []
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for part in parts:
+            state, begin = part.state, part.state.filled
+            stop = state.filled = begin + len(part.features)
+            token_ids += part.request.token_ids[begin + 1 : stop + 1]
+            positions += range(begin, stop)
+            spans.append((state.blocks, begin - state.begin, stop - begin))
+        device, features = self.network.device, [part.features for part in parts]
+        return (
+            self.cache.plan(spans), torch.tensor(token_ids, device=device), torch.tensor(positions, device=device),
+            features[0] if len(features) == 1 else torch.cat(features),
         )
 
-    def _advance(self, states: list[_State], tokens: Tensor, features: Tensor, position: int) -> Tensor:
-        """One more row per sequence, on the network's own output; the K/V is scratch."""
-        at = [state.filled + position for state in states]
-        plan = self.cache.plan([(state.blocks, where - state.begin, 1) for state, where in zip(states, at, strict=True)])
-        return self.network.forward(tokens, torch.tensor(at, device=tokens.device), features, plan, self.cache)
+
+@dataclass(slots=True)
+class _Unread:
+    request: DraftRequest
+    state: _State
+    features: Tensor

@@ -1,26 +1,53 @@
 """What EAGLE heads and multi-token prediction modules have in common: a short decoder that continues the target's features.
 
 Position i holds the pair (token i + 1, feature i): the token is known, the feature is made from the target's hidden states at
-position i, or, while drafting, is the network's own output one position before. Each kind of network says how features are
-made (`fuse`), how the pair enters the first layer (`enter`), and what is read off at the end (`predict`).
+position i, or, while drafting, is the network's own output one position before. Each kind of network says how features are made
+(`fuse`), and how the pair enters the layers and what is read off behind them (`Wiring`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.drafters._chain import Prediction
 from headway.drafters._checkpoint import Checkpoint
+from headway.drafters._feature_native import NativePass
 from headway.errors import ModelError
 from headway.models.attention import AttentionPlan, KVCache
+from headway.models.attention_native import NativePlan
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
 from headway.models.rope import Rope, inverse_frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What a network does before and behind its layers. Norms left out do nothing.
+
+    project          [token, feature] -> the layers' input; None: the input is the feature, and the first layer's attention reads the pair
+    feature_first    in the pair
+    mask_first       position 0 reads no token
+    direct           the first layer's attention reads what was projected without its norm
+    normed_residual  without `project`: the input is the normed feature
+    norm_output      features handed on are those behind the final norm
+    """
+
+    token_norm: RMSNorm | None = None
+    feature_norm: RMSNorm | None = None
+    project: Linear | None = None
+    final_norm: RMSNorm | None = None
+    feature_first: bool = False
+    mask_first: bool = False
+    direct: bool = False
+    normed_residual: bool = False
+    norm_output: bool = False
 
 
 class FeatureNetwork(ABC):
@@ -33,7 +60,7 @@ class FeatureNetwork(ABC):
 
     def __init__(
         self, shape: ModelConfig, hidden_layers: tuple[int, ...], embedding: Tensor, layers: list[Layer], lm_head: Linear,
-        target_ids: Tensor | None,
+        target_ids: Tensor | None, wiring: Wiring,
     ) -> None:
         self.shape = shape
         self.hidden_layers = hidden_layers
@@ -41,22 +68,49 @@ class FeatureNetwork(ABC):
         self.layers = layers
         self.lm_head = lm_head
         self.target_ids = target_ids
+        self.wiring = wiring
         self.dtype, self.device = embedding.dtype, embedding.device
         inv_freq, factor = inverse_frequencies(shape.rope, shape.head_dim, shape.max_position)
         self.rope = Rope(inv_freq.to(self.device), factor)
         self.num_bytes = 0   # of its own weights; set by the loader
+        self.native = NativePass.make(self)
 
     @abstractmethod
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """The target's hidden states, one [n, target hidden] per entry of `hidden_layers` -> features [n, hidden]."""
 
-    @abstractmethod
-    def enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, hidden] both -> (input of the first layer's attention, residual [n, hidden])."""
+    @torch.inference_mode()
+    def steps(
+        self, token_ids: Tensor, positions: Tensor, features: Tensor, plan: AttentionPlan, cache: KVCache, picked: Tensor, num: int = 1
+    ) -> list[Prediction]:
+        """`forward`, then `predict` for the rows int64 [m] of the pass that predict: in one call of the compiled kernels where they can.
 
-    @abstractmethod
+        Over a StepPlan they run `num` passes, each behind the likeliest token of the one before; all predictions then have the logits and
+        the state of the last.
+        """
+        if self.native is not None and isinstance(plan, NativePlan):
+            plan.begin(positions, self.rope, self.dtype)
+            return self.native(token_ids, positions, features, plan, cache, picked, num)
+        x = self.forward(token_ids, positions, features, plan, cache)
+        return [Prediction(*self.predict(x[picked.to(x.device)]))]
+
+    def _enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, hidden] both -> (input of the first layer's attention, residual [n, hidden])."""
+        wiring = self.wiring
+        if wiring.mask_first:
+            embeds = embeds * (positions > 0).unsqueeze(-1)
+        token = embeds if wiring.token_norm is None else wiring.token_norm(embeds)
+        feature = features if wiring.feature_norm is None else wiring.feature_norm(features)
+        pair = torch.cat([feature, token] if wiring.feature_first else [token, feature], -1)
+        if wiring.project is None:
+            return pair, feature if wiring.normed_residual else features
+        x = wiring.project(pair)
+        return x if wiring.direct else self.layers[0].input_norm(x), x
+
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Output of the last layer [n, hidden] -> (logits [n, draft vocabulary], features for the next position [n, hidden])."""
+        normed = x if self.wiring.final_norm is None else self.wiring.final_norm(x)
+        return self.lm_head(normed), normed if self.wiring.norm_output else x
 
     @torch.inference_mode()
     def forward(
@@ -71,7 +125,7 @@ class FeatureNetwork(ABC):
         if plan.order is not None:
             token_ids, positions, features = token_ids[plan.order], positions[plan.order], features[plan.order]
         plan.begin(positions, self.rope, self.dtype)
-        x, residual = self.enter(F.embedding(token_ids, self.embedding), features, positions)
+        x, residual = self._enter(F.embedding(token_ids, self.embedding), features, positions)
         for index, layer in enumerate(self.layers):
             if index > 0:
                 x, residual = layer.input_norm(residual), residual

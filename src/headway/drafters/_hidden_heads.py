@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway.drafters._chain import SampleOptions, draft_chain
+from headway.drafters._chain import Prediction, SampleOptions, draft_chain
 from headway.drafters._checkpoint import Checkpoint
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
 from headway.models import hub
@@ -89,13 +89,13 @@ class HiddenHeads(Drafter):
         network = self.network
         tokens = torch.tensor([request.token_ids[-1] for request in asked])
         state = network.begin(torch.stack([self._hidden[request.seq_id][1] for request in asked]))
-        logits, state = network.step(0, state, tokens.to(state.device))
+        first = Prediction(*network.step(0, state, tokens.to(state.device)))
 
-        def advance(going: list[int], tokens: Tensor, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-            return network.step(position + 1, state, tokens)
+        def advance(going: list[int], tokens: Tensor, state: Tensor, position: int, num: int) -> list[Prediction]:
+            return [Prediction(*network.step(position + 1, state, tokens))]
 
         asked = [replace(request, k=min(request.k, network.num_heads)) for request in asked]
-        found = draft_chain(asked, keep, self.sampler, logits, state, advance, network.target_ids, deterministic=self.deterministic)
+        found = draft_chain(asked, keep, self.sampler, first, advance, network.target_ids, deterministic=self.deterministic)
         for i, draft in zip(known, found, strict=True):
             drafts[i] = draft
         return drafts

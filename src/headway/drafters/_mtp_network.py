@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from headway.drafters._checkpoint import Checkpoint, decoder_shape
-from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwork
+from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwork, Wiring
 from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import Linear, RMSNorm
+from headway.models.layers import Linear
 
 
 @dataclass(frozen=True)
@@ -73,25 +73,8 @@ UNSUPPORTED = {
 class MTPNetwork(FeatureNetwork):
     """One module, chained over its own normed output."""
 
-    project: Linear
-    token_norm: RMSNorm
-    hidden_norm: RMSNorm
-    final_norm: RMSNorm
-    layout: Layout
-
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         return hidden[0]
-
-    def enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        if self.layout.mask_first:
-            embeds = embeds * (positions > 0).unsqueeze(-1)
-        parts = [self.token_norm(embeds), self.hidden_norm(features)]
-        x = self.project(torch.cat(parts[::-1] if self.layout.hidden_first else parts, -1))
-        return self.layers[0].input_norm(x), x
-
-    def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        normed = self.final_norm(x)
-        return self.lm_head(normed), normed
 
 
 class MTPFile(FeatureFile):
@@ -139,10 +122,12 @@ class MTPFile(FeatureFile):
         head = self.name("model.layers.{i}.shared_head.head.weight")
         own_head = layout.name == "DeepSeek" and head in self.checkpoint
         lm_head = Linear(build.take(head, shape.vocab_size, shape.hidden_size)) if own_head else target.lm_head
-        network = MTPNetwork(shape, self.hidden_layers, target.embedding, [layer], lm_head, None)
-        network.layout = layout
-        network.project = build.linear(self.name(layout.project), {"": shape.hidden_size}, 2 * shape.hidden_size)
-        network.token_norm, network.hidden_norm = build.norm(self.name(layout.token_norm)), build.norm(self.name(layout.hidden_norm))
-        network.final_norm = build.norm(self.name(layout.final_norm))
+        wiring = Wiring(
+            token_norm=build.norm(self.name(layout.token_norm)), feature_norm=build.norm(self.name(layout.hidden_norm)),
+            project=build.linear(self.name(layout.project), {"": shape.hidden_size}, 2 * shape.hidden_size),
+            final_norm=build.norm(self.name(layout.final_norm)), feature_first=layout.hidden_first, mask_first=layout.mask_first,
+            norm_output=True,
+        )
+        network = MTPNetwork(shape, self.hidden_layers, target.embedding, [layer], lm_head, None, wiring)
         network.num_bytes = build.num_bytes
         return network

@@ -103,6 +103,9 @@ class DraftSampler(Protocol):
     token_ids  int64 [draft vocabulary]: the target's token of each column; the others are impossible. None: it is the target's vocabulary
     """
 
+    def takes_largest(self, requests: Sequence[DraftRequest]) -> bool:
+        """Whether `likely` is the largest logit for all of them, so that it need not be asked."""
+
     def likely(
         self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]], token_ids: Tensor | None = None
     ) -> list[int]:

@@ -58,6 +58,9 @@ class SequenceSampler:
         self._sampler = sampler
         self._sequences = sequences
 
+    def takes_largest(self, requests: SequenceOf[DraftRequest]) -> bool:
+        return not any(is_edited(self._sequences[request.seq_id]) for request in requests)
+
     @torch.inference_mode()
     def likely(
         self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]], token_ids: Tensor | None = None

@@ -26,10 +26,10 @@ class _LayerRecord(ctypes.Structure):
     )
 
 
-class _StackArgs(ctypes.Structure):
+class StackArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("layers", "pages", "rotate", "attention", "x", "normed", "qkv", "attended", "inner")),
-        *((name, _I64) for name in ("num_layers", "num_tokens", "hidden", "qkv_size", "q_size", "inner_size")),
+        *((name, _P) for name in ("layers", "pages", "rotate", "attention", "entered", "x", "normed", "qkv", "attended", "inner")),
+        *((name, _I64) for name in ("num_layers", "num_tokens", "hidden", "qkv_size", "q_size", "inner_size", "enter_size")),
         ("num_threads", ctypes.c_int32), ("eps", ctypes.c_float),
     )
 
@@ -43,41 +43,51 @@ class NativeStack:
         self._records = (_LayerRecord * len(layers))(*(_record(layer) for layer in layers))
         self._function = library.function("stack", torch.bfloat16)
         first = layers[0]
-        self._packed = [_packed(first, name) for name in _PRODUCTS]
+        self.qkv, self.o, self.gate_up, self.down = (_packed(first, name) for name in _PRODUCTS)
+        self.hidden_size = self.down.size_out
         self.eps = first.input_norm.eps
 
     @classmethod
     def make(cls, layers: Sequence[Layer], head_dim: int) -> NativeStack | None:
-        """None where a layer has no packed products, or where layers differ in shape."""
+        """None where a layer has no packed products, or where layers differ in shape; the first may read what is wider (`arguments`)."""
         library = native.library()
         if library is None or not library.linear_panel or not layers:
             return None
-        shapes = {tuple((p.size_in, p.size_out) if p else None for p in (_packed(layer, name) for name in _PRODUCTS)) for layer in layers}
-        fits = len(shapes) == 1 and None not in shapes.pop() and all(layer.input_norm.library is not None for layer in layers)
-        return cls(layers, head_dim, library) if fits else None
+        products = [[_packed(layer, name) for name in _PRODUCTS] for layer in layers]
+        if not all(p for packed in products for p in packed) or any(layer.input_norm.library is None for layer in layers):
+            return None
+        shapes = {(qkv.size_out, *((p.size_in, p.size_out) for p in rest)) for qkv, *rest in products}
+        same = len(shapes) == 1 and all(qkv.size_in == rest[-1].size_out for qkv, *rest in products[1:])
+        return cls(layers, head_dim, library) if same else None
 
     def run(self, x: Tensor, begin: int, end: int, plan: NativePlan, cache: KVCache) -> Tensor:
         """Layers [begin, end) of `x` bfloat16 [num_tokens, hidden]; returns a new tensor."""
+        if x.shape[1] != self.hidden_size or self.qkv.size_in != self.hidden_size or x.dtype != torch.bfloat16:
+            raise ValueError(f"x must be bfloat16 [n, {self.qkv.size_in}], got {tuple(x.shape)} {x.dtype}")
+        x = x.clone(memory_format=torch.contiguous_format)
+        args, _scratch = self.arguments(x, begin, end, plan, cache)
+        self._function(ctypes.byref(args))
+        return x
+
+    def arguments(self, x: Tensor, begin: int, end: int, plan: NativePlan, cache: KVCache) -> tuple[StackArgs, tuple[Tensor, ...]]:
+        """The record for `x` bfloat16 [num_tokens, hidden], changed in place, and the tensors it points to beside it. Its `entered` is
+        what the first layer's attention reads instead of its normed input, [num_tokens, qkv.size_in]: None until it is set."""
         num_tokens, hidden = x.shape
-        qkv_product, o, gate_up, _ = self._packed
-        if hidden != qkv_product.size_in or x.dtype != torch.bfloat16:
-            raise ValueError(f"x must be bfloat16 [n, {qkv_product.size_in}], got {tuple(x.shape)} {x.dtype}")
         if len(cache.layers) != len(self._layers):
             raise ValueError(f"the cache has {len(cache.layers)} layers, the decoder {len(self._layers)}")
-        x = x.clone(memory_format=torch.contiguous_format)
-        qkv = x.new_empty(num_tokens, qkv_product.size_out // self.head_dim, self.head_dim)
-        normed, attended, inner = torch.empty_like(x), x.new_empty(num_tokens, o.size_in), x.new_empty(num_tokens, gate_up.size_out // 2)
+        inner_size = self.gate_up.size_out // 2
+        qkv = x.new_empty(num_tokens, self.qkv.size_out // self.head_dim, self.head_dim)
+        normed, attended, inner = torch.empty_like(x), x.new_empty(num_tokens, self.o.size_in), x.new_empty(num_tokens, inner_size)
         attention, rotate = plan.arguments(qkv, cache.layers[begin])
-        args = _StackArgs(
+        args = StackArgs(
             layers=ctypes.addressof(self._records) + begin * ctypes.sizeof(_LayerRecord),
             pages=ctypes.addressof(cache.pointers) + begin * ctypes.sizeof(_P),
             rotate=ctypes.addressof(rotate), attention=ctypes.addressof(attention),
             x=x.data_ptr(), normed=normed.data_ptr(), qkv=qkv.data_ptr(), attended=attended.data_ptr(), inner=inner.data_ptr(),
-            num_layers=end - begin, num_tokens=num_tokens, hidden=hidden, qkv_size=qkv_product.size_out, q_size=o.size_in,
-            inner_size=gate_up.size_out // 2, num_threads=torch.get_num_threads(), eps=self.eps,
+            num_layers=end - begin, num_tokens=num_tokens, hidden=hidden, qkv_size=self.qkv.size_out, q_size=self.o.size_in,
+            inner_size=inner_size, num_threads=torch.get_num_threads(), eps=self.eps,
         )
-        self._function(ctypes.byref(args))
-        return x
+        return args, (qkv, normed, attended, inner)
 
 
 def _packed(layer: Layer, name: str) -> PackedLinear:

@@ -5,7 +5,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 // Counts up when a record or a function changes: a library left over from an earlier build is then refused instead of misread.
-#define INTERFACE 1
+#define INTERFACE 2
 
 typedef struct {
     void *q;                    // [num_tokens][heads][head_dim], `q_stride` elements from token to token
@@ -70,3 +70,4 @@ void attention_bf16(attention_args *args);
 void rotate_bf16(rotate_args *args);
 void norm_bf16(norm_args *args);
 void linear_bf16(linear_args *args);
+void argmax_bf16(argmax_args *args);

@@ -1,25 +1,7 @@
 // Decoder layers, one after the other, in one call: what decoder.py does with the kernels one by one, without returning to Python between them.
-#include "kernels.h"
+#include "stack.h"
 
 #if defined(__AVX512BF16__)
-
-typedef struct {
-    const bf16 *input_norm, *post_norm, *q_norm, *k_norm;       // q_norm and k_norm: NULL, or [head_dim]
-    const bf16 *qkv, *qkv_bias, *o, *o_bias, *gate_up, *gate_up_bias, *down, *down_bias;    // packed; biases may be NULL
-    int64_t window;                                             // 0: none
-} layer_record;
-
-typedef struct {
-    const layer_record *layers;     // [num_layers]
-    void *const *pages;             // [num_layers]
-    const rotate_args *rotate;      // of this pass; what differs from layer to layer is filled in here
-    const attention_args *attention;
-    bf16 *x;                        // [num_tokens][hidden], in and out
-    bf16 *normed, *qkv, *attended, *inner;  // scratch: [num_tokens][hidden], [qkv_size], [q_size], [inner_size]
-    int64_t num_layers, num_tokens, hidden, qkv_size, q_size, inner_size;
-    int32_t num_threads;
-    float eps;
-} stack_args;
 
 static void normalise(const stack_args *a, const bf16 *weight) {
     norm_args args = {.x = a->x, .out = a->normed, .weight = weight, .num_tokens = a->num_tokens, .width = a->hidden,
@@ -41,8 +23,12 @@ EXPORT void stack_bf16(stack_args *a) {
     rotate.eps = a->eps;
     for (int64_t i = 0; i < a->num_layers; i++) {
         const layer_record *layer = &a->layers[i];
-        normalise(a, layer->input_norm);
-        multiply(a, a->normed, layer->qkv, layer->qkv_bias, NULL, a->qkv, a->hidden, a->qkv_size, 0);
+        if (i == 0 && a->entered) {
+            multiply(a, a->entered, layer->qkv, layer->qkv_bias, NULL, a->qkv, a->enter_size, a->qkv_size, 0);
+        } else {
+            normalise(a, layer->input_norm);
+            multiply(a, a->normed, layer->qkv, layer->qkv_bias, NULL, a->qkv, a->hidden, a->qkv_size, 0);
+        }
         rotate.q_norm = layer->q_norm;
         rotate.k_norm = layer->k_norm;
         rotate.pages = a->pages[i];

@@ -1,0 +1,24 @@
+// The records of stack.c; stack_native.py mirrors them field by field.
+#pragma once
+#include "kernels.h"
+
+typedef struct {
+    const bf16 *input_norm, *post_norm, *q_norm, *k_norm;       // q_norm and k_norm: NULL, or [head_dim]
+    const bf16 *qkv, *qkv_bias, *o, *o_bias, *gate_up, *gate_up_bias, *down, *down_bias;    // packed; biases may be NULL
+    int64_t window;                                             // 0: none
+} layer_record;
+
+typedef struct {
+    const layer_record *layers;     // [num_layers]
+    void *const *pages;             // [num_layers]
+    const rotate_args *rotate;      // of this pass; what differs from layer to layer is filled in here
+    const attention_args *attention;
+    const bf16 *entered;            // what the first layer's attention reads instead of its normed input, [num_tokens][enter_size]; NULL: nothing
+    bf16 *x;                        // [num_tokens][hidden], in and out
+    bf16 *normed, *qkv, *attended, *inner;  // scratch: [num_tokens][hidden], [qkv_size], [q_size], [inner_size]
+    int64_t num_layers, num_tokens, hidden, qkv_size, q_size, inner_size, enter_size;
+    int32_t num_threads;
+    float eps;
+} stack_args;
+
+void stack_bf16(stack_args *args);
