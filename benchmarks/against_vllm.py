@@ -10,61 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
+
+from servers import BIN, Server
 
 from headway.bench.environment import describe
 from headway.models import hub
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-BIN = Path(sys.executable).parent
-
-
-class Server:
-    """A server process and all its children."""
-
-    def __init__(self, name: str, command: list[str], port: int, env: dict[str, str]) -> None:
-        self.name, self.url = name, f"http://127.0.0.1:{port}"
-        started = time.monotonic()
-        self.process = subprocess.Popen(
-            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **env}
-        )
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() - started > 300:
-                raise SystemExit(f"{name} did not start: {' '.join(command)}")
-            time.sleep(0.1)
-        self.ready_s = round(time.monotonic() - started, 1)
-
-    def signal(self, number: int) -> None:
-        for pid in _session(self.process.pid):
-            os.kill(pid, number)
-
-    def _answers(self) -> bool:
-        try:
-            return bool(urllib.request.urlopen(self.url + "/health", timeout=2).status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-
-def _session(leader: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader:
-            found.append(int(entry.name))
-    return found
 
 
 def measure(server: Server, others: list[Server], concurrency: int, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -119,8 +79,7 @@ def main() -> None:
             print(json.dumps({key: value for key, value in cells[-1].items() if key not in ("vllm", "headway")}), flush=True)
     finally:
         for server in (vllm, headway):
-            server.signal(signal.SIGCONT)
-            server.signal(signal.SIGKILL)
+            server.stop()
     document = {
         "benchmark": "against_vllm", "spec": options.spec, "ready_s": {"vllm": vllm.ready_s, "headway": headway.ready_s}, "cells": cells,
         "command": " ".join(["benchmarks/against_vllm.py", *(re.sub(r"/[^ :]*/", "", word) for word in sys.argv[1:])]),

@@ -83,14 +83,18 @@ def request_body(prompt: Prompt | list[int], model: str, index: int, load: LoadO
 
 
 class _Answer:
-    """Collects one streamed response into a Record."""
+    """Collects one streamed response into a Record. Its JSON is read by `close`, when nothing is measured any more."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
+        self.events: list[tuple[bytes, float]] = []
         self.parts: list[str] = []
         self.counted = False
 
     def on_event(self, payload: bytes, now: float) -> None:
+        self.events.append((payload, now))
+
+    def _read(self, payload: bytes, now: float) -> None:
         if payload == b"[DONE]":
             return
         try:
@@ -112,8 +116,10 @@ class _Answer:
             self.record.num_output_tokens = usage.get("completion_tokens", 0)
             self.counted = True
 
-    def close(self) -> None:
+    def close(self) -> Record:
         record = self.record
+        for payload, now in self.events:
+            self._read(payload, now)
         record.output = "".join(self.parts)
         # Tokens may all decode to nothing (special tokens): then the end is the only time there is.
         record.first = record.first or record.last
@@ -121,21 +127,20 @@ class _Answer:
             record.error = "the stream carried no usage, so its tokens cannot be counted"
         if record.error is None and not record.last:
             record.error = "the stream ended without a finish reason"
+        return record
 
 
-async def _one(target: Target, path: str, body: bytes, progress: Any) -> Record:
-    record = Record(0, time.perf_counter())
-    answer = _Answer(record)
+async def _one(target: Target, path: str, body: bytes, progress: Any) -> _Answer:
+    answer = _Answer(Record(0, time.perf_counter()))
     try:
         status, text = await exchange(target, "POST", path, body, answer.on_event)
         if status != 200:
-            record.error = f"status {status}: {excerpt(text)}"
+            answer.record.error = f"status {status}: {excerpt(text)}"
     except RequestFailed as error:
-        record.error = str(error)
-    answer.close()
+        answer.record.error = str(error)
     if progress:
         progress(1)
-    return record
+    return answer
 
 
 async def run(
@@ -151,8 +156,9 @@ async def run(
     ]
     before = await scrape(target)
     cpu = time.process_time()
-    records = await _send(target, path, bodies, arrivals, progress)
+    answers = await _send(target, path, bodies, arrivals, progress)
     cpu = time.process_time() - cpu
+    records = [answer.close() for answer in answers]
     return _measured(records, before, await scrape(target), cpu)
 
 
@@ -163,17 +169,17 @@ async def warm_up(prompts: Sequence[Prompt | list[int]], model: str, load: LoadO
         raise ConfigError(f"a warm-up request failed: {result.errors[0]}")
 
 
-async def _send(target: Target, path: str, bodies: Sequence[bytes], arrivals: Arrivals, progress: Any) -> list[Record]:
-    """One request per body, started when it is due; their records in the order of the bodies."""
+async def _send(target: Target, path: str, bodies: Sequence[bytes], arrivals: Arrivals, progress: Any) -> list[_Answer]:
+    """One request per body, started when it is due; their answers in the order of the bodies."""
     ended = asyncio.Event()
     num_ended = 0
 
-    def on_end(task: asyncio.Task[Record]) -> None:
+    def on_end(task: asyncio.Task[_Answer]) -> None:
         nonlocal num_ended
         num_ended += 1
         ended.set()
 
-    tasks: list[asyncio.Task[Record]] = []
+    tasks: list[asyncio.Task[_Answer]] = []
     start = time.perf_counter()
     for index, body in enumerate(bodies):
         while (delay := arrivals.wait(index, index - num_ended, time.perf_counter() - start)) > 0.0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import shlex
 from collections.abc import Callable
@@ -119,14 +118,15 @@ def _arm_flags(args: argparse.Namespace, letter: str) -> argparse.Namespace:
 
 
 def _servers(args: argparse.Namespace, load: LoadOptions) -> list[Arm]:
+    from headway.bench import client
     from headway.bench import serve as bench
 
     arms = []
     for url in (args.base_url_a, args.base_url_b):
         options = dataclasses.replace(read_fields(args, ServeOptions), base_url=url)
-        model = getattr(args, "model_name", None) or asyncio.run(bench.served_model(options.target()))
+        model = getattr(args, "model_name", None) or client.run(bench.served_model(options.target()))
         runs, warmup = prompts_for(model, load, options, args.tokenizer, args.repeats)
-        asyncio.run(bench.warm_up(warmup, model, load, options))
+        client.run(bench.warm_up(warmup, model, load, options))
         arms.append(Arm(url, partial(_run_server, runs, model, load, options), {"base_url": url, "model": model}))
     return arms
 
@@ -134,6 +134,7 @@ def _servers(args: argparse.Namespace, load: LoadOptions) -> list[Arm]:
 def _run_server(
     runs: list[list[ServerPrompt]], model: str, load: LoadOptions, options: ServeOptions, repeat: int, advance: Advance
 ) -> Run:
+    from headway.bench import client
     from headway.bench import serve as bench
 
-    return asyncio.run(bench.run(runs[repeat], model, load, options, advance))
+    return client.run(bench.run(runs[repeat], model, load, options, advance))

@@ -36,17 +36,15 @@ def main(args: argparse.Namespace) -> int:
     if load.request_rate is not None and "concurrency" in args.sources:
         raise ConfigError("--request-rate (open loop) and --concurrency (closed loop) exclude each other")
 
-    import asyncio
-
-    from headway.bench import report
+    from headway.bench import client, report
     from headway.bench import serve as bench
 
     output = report.check_output(args.output)
-    model = args.model_name or asyncio.run(bench.served_model(serve.target()))
+    model = args.model_name or client.run(bench.served_model(serve.target()))
     runs, warmup = prompts_for(model, load, serve, args.tokenizer)
-    asyncio.run(bench.warm_up(warmup, model, load, serve))
+    client.run(bench.warm_up(warmup, model, load, serve))
     with report.progress_bar("requests", load.num_prompts) as advance:
-        run = asyncio.run(bench.run(runs[0], model, load, serve, advance))
+        run = client.run(bench.run(runs[0], model, load, serve, advance))
     report.print_table(f"{serve.base_url}, {load}", {"": run})
     result = report.document(
         "serve", command_line(args), **run.summary(), model=model, load=dataclasses.asdict(load),

@@ -14,6 +14,7 @@ from typing import Any
 from headway.types import OutputDelta, SpecDecodeMetrics, TokenLogprobs, vllm_metrics
 
 LOWEST_LOGPROB = -9999.0   # JSON has no -inf
+_quote = json.encoder.encode_basestring_ascii   # json.dumps of a string, without its way there
 
 
 class TokenNames:
@@ -33,7 +34,7 @@ class TokenNames:
 class Reply:
     """The part that both completions endpoints share. Subclasses say how a choice and a chunk look."""
 
-    id_prefix = object_name = chunk_object_name = ""
+    id_prefix = object_name = chunk_object_name = after_text = ""
 
     def __init__(
         self, model: str, names: TokenNames, prompts: Sequence[Sequence[int]], n: int, logprobs: int | None, stream_usage: tuple[bool, bool]
@@ -55,6 +56,7 @@ class Reply:
         head = {"id": self.id, "object": self.chunk_object_name, "created": self.created, "model": model}
         self._head = json.dumps(head)[:-1]
         self._tail = ', "usage": null}\n\n' if self.usage_at_end else "}\n\n"
+        self._around_text: dict[int, tuple[str, str]] = {}   # choice -> what stands before and after the text of a plain chunk
 
     @property
     def num_choices(self) -> int:
@@ -103,11 +105,17 @@ class Reply:
     def chunk(self, position: int, delta: OutputDelta) -> str:
         """The server-sent event of one delta; "" when it has nothing to show yet (text held back, half a character)."""
         choice = self.count(position, delta)
-        if delta.finish_reason is None and self.logprobs is None and not delta.text:
-            return ""
+        if delta.finish_reason is None and self.logprobs is None:
+            if not delta.text:
+                return ""
+            if choice in self._around_text:
+                before, after = self._around_text[choice]
+                return before + _quote(delta.text) + after
         tail = self._tail
         if self.usage_in_chunks:
             tail = f', "usage": {json.dumps(self.usage())}}}\n\n'
+        elif self.logprobs is None:
+            self._around_text[choice] = (f"data: {self._head}, {self.before_text(choice)}", f"{self.after_text}{tail}")
         return f"data: {self._head}, {self.chunk_choices(choice, delta)}{tail}"
 
     def last_chunks(self) -> str:
@@ -122,6 +130,10 @@ class Reply:
 
     def chunk_choices(self, choice: int, delta: OutputDelta) -> str:
         """`"choices": [...]` of a chunk, as JSON."""
+        raise NotImplementedError
+
+    def before_text(self, choice: int) -> str:
+        """What `chunk_choices` writes before the text of a chunk that carries nothing else (`after_text`: what after it)."""
         raise NotImplementedError
 
     def prompt_logprobs(self, deltas: Sequence[OutputDelta]) -> list[dict[str, Any] | None] | None:
@@ -144,6 +156,7 @@ def _ending(delta: OutputDelta) -> str:
 
 class CompletionReply(Reply):
     id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
+    after_text = ', "logprobs": null, "finish_reason": null, "stop_reason": null}]'
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -161,11 +174,14 @@ class CompletionReply(Reply):
         return choice if prompt_logprobs is None else choice | {"prompt_logprobs": prompt_logprobs}
 
     def chunk_choices(self, choice: int, delta: OutputDelta) -> str:
-        text = json.dumps(delta.text)
+        text = _quote(delta.text)
         if delta.finish_reason is None and self.logprobs is None:
-            return f'"choices": [{{"index": {choice}, "text": {text}, "logprobs": null, "finish_reason": null, "stop_reason": null}}]'
+            return f"{self.before_text(choice)}{text}{self.after_text}"
         logprobs = json.dumps(self._logprobs(choice, delta.logprobs or []))
         return f'"choices": [{{"index": {choice}, "text": {text}, "logprobs": {logprobs}, {_ending(delta)}'
+
+    def before_text(self, choice: int) -> str:
+        return f'"choices": [{{"index": {choice}, "text": '
 
     def _logprobs(self, choice: int, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """OpenAI's parallel lists. Offsets count the characters of the tokens, each decoded alone."""
@@ -190,6 +206,7 @@ class CompletionReply(Reply):
 
 class ChatReply(Reply):
     id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    after_text = '}, "logprobs": null, "finish_reason": null}]'
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -210,14 +227,20 @@ class ChatReply(Reply):
         }
 
     def chunk_choices(self, choice: int, delta: OutputDelta) -> str:
-        shown = f'"content": {json.dumps(delta.text)}'
+        text = _quote(delta.text)
+        shown = f'"content": {text}'
         if choice not in self._greeted:
             self._greeted.add(choice)
             shown = f'"role": "assistant", {shown}'
+        elif delta.finish_reason is None and self.logprobs is None:
+            return f"{self.before_text(choice)}{text}{self.after_text}"
         if delta.finish_reason is None and self.logprobs is None:
-            return f'"choices": [{{"index": {choice}, "delta": {{{shown}}}, "logprobs": null, "finish_reason": null}}]'
+            return f'"choices": [{{"index": {choice}, "delta": {{{shown}{self.after_text}'
         logprobs = json.dumps(self._logprobs(delta.logprobs or []))
         return f'"choices": [{{"index": {choice}, "delta": {{{shown}}}, "logprobs": {logprobs}, {_ending(delta)}'
+
+    def before_text(self, choice: int) -> str:
+        return f'"choices": [{{"index": {choice}, "delta": {{"content": '
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if self.logprobs is None:

@@ -57,12 +57,17 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with closing(self.stream, receive):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                while ready := await self.stream.get():
-                    text = "".join([self.reply.chunk(position, delta) for position, delta in ready])
-                    if text:
-                        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-                text = self.reply.last_chunks()
-            except EngineFailedError as error:
-                text = f"data: {json.dumps(as_api_error(error).body())}\n\ndata: [DONE]\n\n"
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": False})
+            # A task of its own: what waits inside the framework is resumed through every one of its layers, each step.
+            await asyncio.create_task(self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        stream, chunk = self.stream, self.reply.chunk
+        try:
+            while ready := await stream.get():
+                text = "".join([chunk(position, delta) for position, delta in ready])
+                if text:
+                    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            text = self.reply.last_chunks()
+        except EngineFailedError as error:
+            text = f"data: {json.dumps(as_api_error(error).body())}\n\ndata: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": False})

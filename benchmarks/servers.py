@@ -1,0 +1,57 @@
+"""Servers that benchmarks start, stop and continue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+
+
+class Server:
+    """A server process and all its children."""
+
+    def __init__(self, name: str, command: list[str], port: int, env: dict[str, str]) -> None:
+        self.name, self.url = name, f"http://127.0.0.1:{port}"
+        started = time.monotonic()
+        self.process = subprocess.Popen(
+            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **env}
+        )
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() - started > 300:
+                raise SystemExit(f"{name} did not start: {' '.join(command)}")
+            time.sleep(0.1)
+        self.ready_s = round(time.monotonic() - started, 1)
+
+    def signal(self, number: int) -> None:
+        for pid in _session(self.process.pid):
+            os.kill(pid, number)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            return bool(urllib.request.urlopen(self.url + "/health", timeout=2).status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _session(leader: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader:
+            found.append(int(entry.name))
+    return found
