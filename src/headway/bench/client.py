@@ -171,7 +171,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         import uvloop
     except ImportError:   # not made for this system
         return asyncio.run(main)
-    return uvloop.run(main)
+    result: T = uvloop.run(main)
+    return result
 
 
 async def exchange(
