@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from headway.errors import ConfigError
-from headway.vllm.mailbox import mailbox
-from headway.vllm.proposer import Proposer
+from headway.vllm.proposer import Proposer, ScoredDraft
 
 MAX_LEN = 256
 
 
-def make(max_k: int = 4, instance: str = "test", **additional: object) -> Proposer:
+def make(max_k: int = 4, **additional: object) -> Proposer:
     return Proposer(SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=max_k), model_config=SimpleNamespace(max_model_len=MAX_LEN),
-        additional_config=additional, instance_id=instance,
+        additional_config=additional,
     ))  # fmt: skip
 
 
@@ -29,7 +29,7 @@ class Batch:
         self.token_ids = np.zeros((size, MAX_LEN), dtype=np.int32)
         self.lengths = np.zeros(size, dtype=np.int32)
 
-    def step(self, *rows: tuple[list[int], int]) -> list[list[int]]:
+    def step(self, *rows: tuple[list[int], int]) -> list[ScoredDraft]:
         """Row i is (its text, how many of it this step wrote)."""
         for i, (text, _) in enumerate(rows):
             self.token_ids[i, : len(text)], self.lengths[i] = text, len(text)
@@ -98,15 +98,13 @@ def test_two_requests_that_say_the_same() -> None:
     assert batch.step(([*CYCLE, 5], 1), ([*CYCLE, 9, 9], 2))[0] == [6, 7, 8, 9]
 
 
-def test_the_scheduler_may_say_no_and_hears_confidence() -> None:
-    batch, box = Batch(make(instance="shared")), mailbox("shared")
-    assert batch.step((CYCLE, 1), ([1, 2], 1)) == [[5, 6, 7, 8], []]
-    assert [len(confidence) for confidence in box.confidence] == [4, 0]
-    assert all(0.0 < value < 1.0 for value in box.confidence[0])
-    box.wanted = False
-    assert batch.step(([*CYCLE, 5], 1), ([1, 2, 3], 1)) == [[], []]
-    box.wanted = True
-    assert batch.step(([*CYCLE, 5, 6], 1), ([1, 2, 3, 4], 1)) == [[7, 8, 9, 5], []]
+def test_confidence_travels_with_the_drafts() -> None:
+    drafts = Batch(make()).step((CYCLE, 1), ([1, 2], 1))
+    there = pickle.loads(pickle.dumps(drafts))
+    assert there == [[5, 6, 7, 8], []]
+    assert [len(draft.confidence) for draft in there] == [4, 0]
+    assert all(0.0 < value < 1.0 for value in there[0].confidence)
+    assert there[0].draft_ms > 0.0
 
 
 def test_trust_follows_what_was_kept() -> None:

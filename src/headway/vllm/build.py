@@ -18,7 +18,6 @@ from headway.errors import ConfigError
 from headway.vllm import compat
 from headway.vllm.chooser import Chooser
 from headway.vllm.counters import Counters
-from headway.vllm.mailbox import mailbox
 from headway.vllm.pilot import Pilot
 from headway.vllm.settings import Settings
 from headway.vllm.telemetry import Sender
@@ -75,10 +74,8 @@ def build(scheduler: Any, vllm_version: str) -> Parts:
     parts.costs_path = costs_path(settings, config, method)
     parts.costs = _load(parts.costs_path)
     chooser = Chooser(settings.build_policy(scheduler.num_spec_tokens), method, scheduler.num_spec_tokens, parts.costs)
-    parts.pilot = Pilot(
-        scheduler, chooser, counters, trace=_trace(settings, config, method, scheduler, name), copies=method == "ngram",
-        box=mailbox(config.instance_id) if method == "custom_class" else None,
-    )  # fmt: skip
+    trace = _trace(settings, config, method, scheduler, name)
+    parts.pilot = Pilot(scheduler, chooser, counters, trace=trace, copies=method == "ngram")
     logger.info(
         "Headway %s chooses k <= %d for each request and step (%s over %s, %d steps of cost data)",
         __version__, scheduler.num_spec_tokens, name, method, parts.costs.num_observed,

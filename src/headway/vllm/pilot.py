@@ -4,7 +4,7 @@ Knows vLLM's records by their attributes only and imports none of it. One step, 
 
     before_schedule()                 sync: trims each request's drafts to what is worth verifying
     after_schedule(output)            notes what runs
-    note_drafts(drafts)               sync: what is known about them
+    note_drafts(drafts)               sync: what they took
     place(output)                     async: how many drafts to make now and verify in the next step
     read_output(output, sampled)      what each row did, before vLLM changes the requests
     after_output()                    after it did: the policy learns. A second call does nothing
@@ -26,7 +26,6 @@ from headway.types import Draft
 from headway.vllm.chooser import Chooser, Decision, Load, RowOutcome, StepOutcome, Tracked
 from headway.vllm.counters import Counters
 from headway.vllm.evidence import History
-from headway.vllm.mailbox import Mailbox
 from headway.vllm.settings import RequestSettings
 
 GREEDY = 1e-5    # temperature below which vLLM samples greedily
@@ -44,7 +43,6 @@ class _Flight:
 class _Request(Tracked):
     settings: RequestSettings = field(default_factory=RequestSettings)
     history: History | None = None
-    confidence: Sequence[float] | None = None    # of its latest draft
 
 
 class Pilot:
@@ -52,10 +50,10 @@ class Pilot:
 
     def __init__(
         self, scheduler: Any, chooser: Chooser, counters: Counters, *, trace: TraceWriter | None = None,
-        box: Mailbox | None = None, copies: bool = False, clock: Callable[[], float] = time.perf_counter,
+        copies: bool = False, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scheduler, self.chooser, self.counters = scheduler, chooser, counters
-        self._trace, self._box, self._copies, self._clock = trace, box or Mailbox(), copies, clock
+        self._trace, self._copies, self._clock = trace, copies, clock
         self._requests: dict[str, _Request] = {}
         self._seq_ids = itertools.count()
         self._flights: deque[_Flight] = deque()
@@ -69,16 +67,14 @@ class Pilot:
 
     def num_to_draft(self) -> int:
         """Sync: drafts per request to make at the end of the step that is being scheduled."""
-        self._drafted = self._box.wanted = self.chooser.wants_drafts
+        self._drafted = self.chooser.wants_drafts
         return self.chooser.max_k if self._drafted else 0
 
     def note_drafts(self, drafts: Any) -> None:
-        """The proposer's confidence, when it lives in this process and speaks of these drafts."""
-        said = self._box.confidence
-        if len(said) == len(drafts.req_ids):
-            for req_id, confidence in zip(drafts.req_ids, said, strict=True):
-                if req_id in self._requests:
-                    self._requests[req_id].confidence = confidence
+        """Drafts arrived; those of our proposer say what they took. It is part of the step that has just ended."""
+        draft_ms = sum(getattr(draft, "draft_ms", 0.0) for draft in drafts.draft_token_ids[:1])
+        self.counters.draft_ms += draft_ms
+        self.counters.verify_ms -= draft_ms
 
     def before_schedule(self) -> None:
         scheduler = self._scheduler
@@ -96,9 +92,7 @@ class Pilot:
             by_id = {tracked.seq_id: tracked for request in scheduler.running for tracked in [self._of(request)]}
             self.chooser.shadow(self._decision, by_id, drafts)
         for request in held:
-            length = lengths.get(self._of(request).seq_id, 0)
-            if length < len(request.spec_token_ids):
-                request.spec_token_ids = list(request.spec_token_ids[:length])
+            request.spec_token_ids = list(request.spec_token_ids[: lengths.get(self._of(request).seq_id, 0)])
 
     def place(self, output: Any) -> Callable[[], None]:
         """Sets the number of drafts to make in `output`; what it returns gives each request its placeholders, after vLLM did."""
@@ -169,10 +163,6 @@ class Pilot:
             self.chooser.compare(row.tracked)
         feedback = self.chooser.observe(flight.decision, outcome)
         self.counters.observe_feedback(feedback)
-        # What vLLM drafts at the end of a step is part of that step; of our proposer the time is known.
-        draft_ms, self._box.draft_ms = min(self._box.draft_ms, outcome.step_ms), 0.0
-        self.counters.draft_ms += draft_ms
-        self.counters.verify_ms -= draft_ms
         if self._trace and flight.decision:
             self._trace.write(flight.decision.view, feedback)
         self._prune()
@@ -246,12 +236,14 @@ class Pilot:
         )
 
     def _draft(self, request: Any) -> Draft:
-        tracked, tokens = self._of(request), request.spec_token_ids
-        confidence, tracked.confidence = tracked.confidence, None
+        """Its confidence is the proposer's (`ScoredDraft`) or, of a copy, what the text says."""
+        tokens = request.spec_token_ids
+        confidence: Sequence[float] | None = getattr(tokens, "confidence", None)
         if self._copies:
+            tracked = self._of(request)
             tracked.history = tracked.history or History(request.all_token_ids)
             confidence = tracked.history.confidence(tokens)
-        return Draft(tokens, confidence=list(confidence[: len(tokens)]) if confidence else None)
+        return Draft(list(tokens), confidence=list(confidence[: len(tokens)]) if confidence else None)
 
     def _writes(self, request: Any, num_tokens: int) -> bool:
         """Whether the step that is being scheduled reaches the end of what is known of the request."""

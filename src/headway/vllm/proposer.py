@@ -24,7 +24,6 @@ from headway.drafters.drafter import Committed, Drafter, DraftRequest, keep_all
 from headway.drafters.ngram import Ngram
 from headway.drafters.suffix import Suffix
 from headway.types import Draft
-from headway.vllm.mailbox import mailbox
 from headway.vllm.settings import Settings
 
 IntArray = NDArray[np.int32]
@@ -33,6 +32,19 @@ LOOKUP = (2, 4)          # prompt_lookup_min and _max
 _COMPARED = 16           # tokens at the end of what is known that a row must repeat
 _TRUST_MEMORY = 400.0    # drafts
 _TRUST_PRIOR = 4.0       # tokens promised and kept, before any were
+
+
+class ScoredDraft(list[int]):
+    """A draft as vLLM wants it, a list; on its way to the scheduler (through a pickle) it keeps what is known about it.
+
+    confidence  as in types.Draft
+    draft_ms    on the first row of a step: what all of its drafts took
+    """
+
+    def __init__(self, tokens: Sequence[int] = (), confidence: Sequence[float] = ()) -> None:
+        super().__init__(tokens)
+        self.confidence = tuple(confidence)
+        self.draft_ms = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +73,13 @@ class Proposer:
         self._promised = [_TRUST_PRIOR] * len(self._drafters)
         self._rows: list[_Known | None] = []
         self._seq_ids = itertools.count()
-        self._mailbox = mailbox(vllm_config.instance_id)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """There is none."""
 
     def propose(
         self, sampled_token_ids: Sequence[Sequence[int]], num_tokens_no_spec: NDArray[np.int32], token_ids_cpu: IntArray, **_: Any
-    ) -> list[list[int]]:
+    ) -> list[ScoredDraft]:
         """vLLM's interface. Row i wrote `sampled_token_ids[i]` (nothing: it is not to be drafted for) and now has
         num_tokens_no_spec[i] tokens, token_ids_cpu[i, :...]. Returns one list per row, at most `max_k` tokens long."""
         began = time.perf_counter()
@@ -76,13 +87,12 @@ class Proposer:
         rows = [token_ids_cpu[i, :length] for i, length in enumerate(lengths)]
         writing = [i for i, sampled in enumerate(sampled_token_ids) if len(sampled) and lengths[i] < self._max_model_len - 1]
         known = self._recognise(rows, writing, [len(sampled) for sampled in sampled_token_ids])
-        drafts = self._draft([known[i] for i in writing]) if self._mailbox.wanted else [Draft([])] * len(writing)
-        found = dict(zip(writing, drafts, strict=True))
-        empty = Draft([])
-        chosen = [found.get(i, empty) for i in range(len(rows))]
-        self._mailbox.confidence = [draft.confidence or () for draft in chosen]
-        self._mailbox.draft_ms = (time.perf_counter() - began) * 1e3
-        return [draft.tokens for draft in chosen]
+        drafts = [ScoredDraft() for _ in rows]
+        for i, draft in zip(writing, self._draft([known[i] for i in writing]), strict=True):
+            drafts[i] = ScoredDraft(draft.tokens, draft.confidence or ())
+        if drafts:
+            drafts[0].draft_ms = (time.perf_counter() - began) * 1e3
+        return drafts
 
     # -- who is who ----------------------------------------------------------------------------------------------------
 
