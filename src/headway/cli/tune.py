@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway import plugins
 from headway.bench.records import LoadOptions
 from headway.cli.bench_throughput import command_line
 from headway.cli.flags import add_fields, read_fields
 from headway.cli.settings import add_engine_arguments, engine_config
 from headway.config import SpeculativeConfig, option
 from headway.errors import ConfigError
+from headway.vllm.flags import PROPOSER
 
 if TYPE_CHECKING:
     from headway.control.trace import Trace
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   headway tune --workload code-edit
   headway tune smollm2-135m --workload jsonl:prompts.jsonl --concurrencies 1,4,16,64 --output tuned
+  headway tune --trace monday.jsonl --trace tuesday.jsonl
 
 Each load is recorded twice: drafting max-k tokens, and plainly. Every shorter k is then replayed from the recording. Tune on the machine
 and with prompts like those that will be served: acceptance belongs to the workload, cost to the machine.
+With --trace nothing is measured: what a server recorded (`headway serve --trace`, or Headway inside vLLM) is replayed at each load.
 """
 
 
@@ -43,6 +47,7 @@ class TuneOptions:
     num_prompts: int = option(0, "requests per load; 0: two per request in flight, at least 8")
     output_len: int = option(64, "tokens to write per request")
     seed: int = option(0, "chooses the prompts")
+    trace: list[str] | None = option(None, "learn from this recorded traffic instead of measuring; may be given more than once")
     output: str = option("tuned", "directory for the files, made when it is not there")
 
     def __post_init__(self) -> None:
@@ -69,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     options = read_fields(args, TuneOptions)
     loads = options.loads()
+    if options.trace:
+        return _from_traces(options, [load.concurrency for load in loads], args)
     static = SpeculativeConfig.parse({"method": options.drafter, "num_speculative_tokens": options.max_k, "policy": "static"})
     assert static is not None
     args.speculative_config = "off"
@@ -76,19 +83,56 @@ def main(args: argparse.Namespace) -> int:
     config, _ = engine_config(args)
     if loads[-1].concurrency > config.max_num_seqs:
         raise ConfigError(f"{loads[-1].concurrency} requests in flight need --max-num-seqs {loads[-1].concurrency}")
+    folder = _folder(options)
+
+    from headway.engine.engine import Engine
+    from headway.tune import plan
+
+    engine = Engine(config, progress=True)
+    points = _points(loads, *_record(engine, loads, static), options)
+    return _write(plan.plan(options.drafter, points, config.max_num_seqs), options, folder, args)
+
+
+def _from_traces(options: TuneOptions, concurrencies: list[int], args: argparse.Namespace) -> int:
+    """The recorded sequences, so many at a time, with the recorded costs. Raises ConfigError for traces of different drafters."""
+    from headway.control.trace import read_trace
+    from headway.tune import plan, replay
+
+    traces = [read_trace(path) for path in options.trace or ()]
+    drafters = {trace.drafters[:1] for trace in traces}
+    if len(drafters) != 1 or not next(iter(drafters)):
+        raise ConfigError(f"the traces must have drafts of one drafter, the same in each; found {sorted(map(list, drafters))}")
+    [drafter] = next(iter(drafters))
+    folder = _folder(options)
+    costs = replay.fitted(*traces)
+    max_k = min(options.max_k, max(trace.max_k for trace in traces))
+    points = []
+    for concurrency in concurrencies:
+        worlds = [replay.World(trace, max_k=max_k, seed=options.seed, costs=costs, in_flight=concurrency) for trace in traces]
+        found = {}
+        for k in (0, *(k for k in replay.LENGTHS if k <= max_k)):
+            outcomes = [replay.run(replay.Fixed(drafter, k), world) for world in worlds]
+            found[k] = sum(out.num_tokens for out in outcomes) / sum(out.ms for out in outcomes) * 1e3
+        points.append(plan.Point(concurrency, found))
+    most = max(int(trace.header.get("max_num_seqs") or concurrencies[-1]) for trace in traces)
+    return _write(plan.plan(drafter, points, most), dataclasses.replace(options, workload="recorded traffic"), folder, args)
+
+
+def _folder(options: TuneOptions) -> Path:
     folder = Path(options.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the directory {folder}: {error.strerror}") from error
+    return folder
 
-    from headway.engine.engine import Engine
-    from headway.tune import emit, plan
 
-    engine = Engine(config, progress=True)
-    points = _points(loads, *_record(engine, loads, static), options)
-    found = plan.plan(options.drafter, points, config.max_num_seqs)
-    files = emit.emit(found, _drafter_options(options.drafter))
+def _write(found: Plan, options: TuneOptions, folder: Path, args: argparse.Namespace) -> int:
+    from headway.tune import emit
+
+    files = emit.emit(found, _drafter_options(found.drafter))
+    if found.drafter not in plugins.names("drafter"):   # recorded inside vLLM, with a drafter that is vLLM's
+        files = [file for file in files if file.name == "vllm.json"]
     for file in files:
         (folder / file.name).write_text(file.text, encoding="utf-8")
     (folder / "plan.svg").write_text(_chart(found, options), encoding="utf-8")
@@ -97,8 +141,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _drafter_options(drafter: str) -> dict[str, Any]:
-    from headway import plugins
-
+    if drafter not in plugins.names("drafter"):
+        return {"model": PROPOSER if drafter == "custom_class" else "(the draft model)"}
     cls = plugins.load("drafter", drafter)
     return dataclasses.asdict(cls.Options()) if hasattr(cls, "Options") else {}
 

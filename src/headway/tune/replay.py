@@ -64,8 +64,11 @@ class Fixed(Policy):
 class World:
     """A trace, ready to be decided again."""
 
-    def __init__(self, trace: Trace, *, max_k: int | None = None, seed: int = 0, costs: CostModel | None = None) -> None:
-        """max_k: the largest k a policy may use (default: the trace's); costs: of the machine (default: fitted to the trace).
+    def __init__(
+        self, trace: Trace, *, max_k: int | None = None, seed: int = 0, costs: CostModel | None = None, in_flight: int | None = None
+    ) -> None:
+        """max_k: the largest k a policy may use (default: the trace's); costs: of the machine (default: fitted to the trace);
+        in_flight: sequences at a time (default: as many as there were).
 
         Raises ConfigError for a trace without drafts.
         """
@@ -74,7 +77,11 @@ class World:
             raise ConfigError("nothing was drafted in this trace, so it does not tell what a draft brings: record one with speculation")
         self.max_k = max_k or trace.max_k
         self.token_budget = int(trace.header.get("max_num_batched_tokens") or DEFAULT_BUDGET)
-        self.max_num_seqs = int(trace.header.get("max_num_seqs") or max(record.num_in_flight for record in self.evidence.sequences))
+        if in_flight is not None:
+            for record in self.evidence.sequences:
+                record.num_in_flight = in_flight
+        most = max(record.num_in_flight for record in self.evidence.sequences)
+        self.max_num_seqs = in_flight or int(trace.header.get("max_num_seqs") or most)
         self.costs = costs or fitted(trace)
         self._saved = self.costs.to_json()
         self.recorded = _recorded(trace)
