@@ -114,7 +114,7 @@ class Chooser:
         }
         lengths = self._select(view, proposed)
         self._policy_s += time.perf_counter() - began
-        self._num_quiet = 0 if any(lengths.values()) or not drafts else self._num_quiet + drafted
+        self._num_quiet = 0 if any(lengths.values()) else self._num_quiet + bool(drafts)
         return Decision(view, lengths, planned, proposed)
 
     def shadow(self, decision: Decision, tracked: Mapping[int, Tracked], drafts: Mapping[int, Draft]) -> None:
@@ -146,7 +146,7 @@ class Chooser:
         proposed = {seq_id: Draft([-1] * choice.k) for seq_id, choice in planned.items() if choice.k > 0}
         decision = Decision(view, self._select(view, proposed), planned, proposed)
         self._num_placed += 1
-        probe = next((item for item in wished.items() if item[0] not in planned), None)
+        probe = next((item for item in wished.items() if item[0] not in proposed), None)
         if probe is not None and self._num_placed % PROBE_EVERY == 0:
             decision.probed = probe[0]
             decision.lengths[probe[0]] = probe[1].k

@@ -77,7 +77,11 @@ class Pilot:
         self.counters.verify_ms -= draft_ms
 
     def before_schedule(self) -> None:
-        scheduler = self._scheduler
+        scheduler, self._decision = self._scheduler, None
+        if not (scheduler.running or len(scheduler.waiting)):
+            self._mark = None
+            self._prune()
+            return
         if self._mark is None:
             self._mark = self._clock()
         held = [request for request in scheduler.running if request.spec_token_ids]
