@@ -129,7 +129,7 @@ class Optimist(Goodput):
     def start(self, setup: Setup) -> None:
         super().start(setup)
         for drafter in self._drafters:
-            drafter.worth.predict = lambda slots, step: np.full(len(slots), 5.0)   # type: ignore[method-assign]
+            drafter.worth.predict = lambda own, step: 5.0   # type: ignore[method-assign]
             drafter.values = lambda drafts: np.where(   # type: ignore[method-assign]
                 np.arange(max(draft.length for draft in drafts)) < np.array([draft.length for draft in drafts])[:, None], 0.99, 0.0
             )
@@ -289,7 +289,7 @@ def test_state_does_not_grow_with_the_number_of_requests() -> None:
             SequenceFeedback(i, plan[i].drafter if i in plan else "none", 4, 4, lengths.get(i, 0), 0, 50) for i in ids
         ), 0, 8, 200, 0.1, 10.0, 10.0, 4))  # fmt: skip
     for drafter in policy._drafters:
-        assert len(drafter.worth._slots) <= 200
+        assert len(drafter.worth) <= 200
         assert drafter.sighted.num_requests <= 200
         assert len(drafter.watched) <= 200
     assert len(policy._last) <= 200

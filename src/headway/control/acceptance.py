@@ -15,17 +15,20 @@ of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
 
 PRIOR = 0.6             # acceptance before anything was seen: high enough to try
+_LEVELS = 200           # confidence is read to half a percent
 _BINS = 12              # of confidence, evenly spaced in log odds
 _LOGIT_RANGE = 4.2      # 0.985
 _LINE_WEIGHT = 4.0      # pseudo-observations for the confidence as it is given
@@ -38,6 +41,7 @@ _WIDTH_MEMORY = 2000.0  # judged tokens that the choice of the width remembers
 _SCORE_MEMORY = 4000.0
 _SCORE_BINS = 10
 _TINY = 1e-3            # predictions stay in [_TINY, 1 - _TINY]
+_KEPT = 0.25            # of the evidence, from one run to the next: another workload may come
 
 
 @dataclass(slots=True)
@@ -80,31 +84,39 @@ class _Offsets:
         self.offset = np.zeros((len(_PRECISIONS), size))
         self.precision = np.repeat(_PRECISIONS[:, None], size, axis=1)
         self.loss = np.zeros(len(_PRECISIONS))
+        self._best = 0
         self._slots: dict[int, int] = {}
         self._free = list(range(size))
 
     def __len__(self) -> int:
         return len(self._slots)
 
+    def factor(self, seq_id: int) -> float:
+        """By which its odds differ from the pool's under the best prior; 1 for an unknown request."""
+        slot = self._slots.get(seq_id)
+        return 1.0 if slot is None else math.exp(self.offset[self._best, slot])
+
     def get(self, seq_ids: Iterable[int]) -> FloatArray:
-        """[n] factors of the odds under the best prior, 1 for an unknown request."""
+        """[n] factors."""
         slots = [self._slots.get(seq_id, -1) for seq_id in seq_ids]
-        offset = np.append(self.offset[int(self.loss.argmin())], 0.0)   # the last entry is what -1 reads
+        offset = np.append(self.offset[self._best], 0.0)   # the last entry is what -1 reads
         factors: FloatArray = np.exp(offset[slots])
         return factors
 
-    def observe(self, seq_ids: Iterable[int], row: IntArray, hit: FloatArray, expected: FloatArray) -> FloatArray:
-        """Judged tokens of the requests `seq_ids[row]`; returns what the best prior had predicted."""
-        slots = np.array([self._slot(seq_id) for seq_id in seq_ids], dtype=np.int64)[row]
+    def observe(self, seq_ids: Iterable[int], hit: FloatArray, expected: FloatArray) -> FloatArray:
+        """Judged tokens, each of the request `seq_ids[i]`; returns what the best prior had predicted."""
+        slots = np.array([self._slot(seq_id) for seq_id in seq_ids], dtype=np.int64)
         p = _scaled(expected, np.exp(self.offset[:, slots]))   # [candidates, n]
-        predicted: FloatArray = p[int(self.loss.argmin())]
+        predicted: FloatArray = p[self._best]
         self.loss *= max(0.0, 1.0 - len(hit) / _WIDTH_MEMORY)
         self.loss -= np.log(np.where(hit > 0.0, p, 1.0 - p)).sum(axis=1)
-        size = self.offset.shape[1]
-        for c, prior in enumerate(_PRECISIONS):
-            gathered = self.precision[c] + np.bincount(slots, p[c] * (1.0 - p[c]), size)
-            self.offset[c] = np.clip(self.offset[c] + np.bincount(slots, hit - p[c], size) / gathered, -6.0, 6.0)
-            self.precision[c] = np.minimum(gathered, prior + _REQUEST_MEMORY)
+        self._best = int(self.loss.argmin())
+        shape = self.offset.shape
+        index = (slots + shape[1] * np.arange(shape[0])[:, None]).ravel()
+        gathered = self.precision + np.bincount(index, (p * (1.0 - p)).ravel(), self.offset.size).reshape(shape)
+        step = np.bincount(index, (hit - p).ravel(), self.offset.size).reshape(shape) / gathered
+        self.offset = np.minimum(6.0, np.maximum(-6.0, self.offset + step))
+        self.precision = np.minimum(gathered, _PRECISIONS[:, None] + _REQUEST_MEMORY)
         return predicted
 
     def forget(self, live: Iterable[int]) -> None:
@@ -123,6 +135,18 @@ class _Offsets:
                 self.precision = np.concatenate([self.precision, np.repeat(_PRECISIONS[:, None], size, axis=1)], axis=1)
             slot = self._slots[seq_id] = self._free.pop()
         return slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Predictions of the pool, factor by factor. [levels] by confidence or [max_k] by position; lists for single look-ups."""
+
+    by_line: FloatArray
+    by_bin: FloatArray
+    position_ratio: FloatArray
+    odds_array: FloatArray
+    odds: list[float]
+    positions: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +169,7 @@ class Acceptance:
         self._positions = _Counts(max_k, _POOL_MEMORY)
         self._requests = _Offsets(64)
         self._scores = np.zeros((3, _SCORE_BINS))   # weight, predicted, observed
+        self._tables: _Tables | None = None         # None: something was learned since they were made
         self.num_observed = 0                       # drafts judged
 
     # -- asking ---------------------------------------------------------------------------------------------------
@@ -152,6 +177,18 @@ class Acceptance:
     def predict(self, seq_ids: Iterable[int], k: int, confidence: FloatArray | None = None) -> FloatArray:
         """[n, k] P(accept position j | the ones before). `confidence` [n, k] or None; NaN: none for that position."""
         return self._predict(self._requests.get(seq_ids), k, confidence)
+
+    def reach(self, seq_id: int, k: int, confidence: Sequence[float] | None = None) -> list[float]:
+        """[k] P(all positions up to j are accepted) of one request, without arrays."""
+        tables, factor = self._tabled(), self._requests.factor(seq_id)
+        odds, unknown = tables.odds, tables.odds[-1]
+        positions = tables.positions if k <= self.max_k else tables.positions + tables.positions[-1:] * (k - self.max_k)
+        reached, found = 1.0, []
+        for position, told in zip(positions[:k], islice(chain(confidence or (), repeat(math.nan)), k), strict=True):
+            ahead = (odds[int(_LEVELS * told + 0.5)] if 0.0 <= told <= 1.0 else unknown) * position * factor
+            reached *= ahead / (1.0 + ahead)
+            found.append(reached)
+        return found
 
     def pooled(self, k: int) -> FloatArray:
         """[k] of a new request without confidence."""
@@ -181,29 +218,33 @@ class Acceptance:
         confidence                        [n, k >= max(num_drafts)] or None
         """
         k = min(self.max_k, int(num_drafts.max(initial=0)))
-        if k == 0:
-            return
-        confidence = None if confidence is None else confidence[:, :k]
         position = np.arange(k)
         judged = (position < num_drafts[:, None]) & (position <= num_accepted[:, None])
         if start is not None:
             judged &= position >= start[:, None]
-        hit = (position < num_accepted[:, None])[judged].astype(np.float64)
+        row, column = np.nonzero(judged)
+        if len(row) == 0:
+            return
+        told = np.full(len(row), np.nan) if confidence is None else confidence[row, column]
+        ids = list(seq_ids)
+        self.learn([ids[i] for i in row.tolist()], column, (column < num_accepted[row]).astype(np.float64), told, score=score)
+        self.num_observed += len(num_drafts)
+
+    def learn(
+        self, seq_ids: Sequence[int], position: IntArray, hit: FloatArray, confidence: FloatArray, *, score: bool = True
+    ) -> None:
+        """[n] judged tokens: whose they are, where in their draft (< max_k), 1 accepted or 0, and the confidence or NaN."""
         if len(hit) == 0:
             return
-        row, column = np.nonzero(judged)
-        logit, low, share = self._placed(confidence, (len(num_drafts), k))
-        logit, low, share = logit[judged], low[judged], share[judged]
-        by_line = self._by_line(logit)
-        by_bin = self._by_bin(by_line, low, share)
-        by_position = _scaled(by_bin, self._positions.odds_ratio(_POSITION_WEIGHT)[column])
-        predicted = self._requests.observe(seq_ids, row, hit, by_position)
+        tables, level = self._tabled(), _levels(confidence)
+        by_line, by_bin = tables.by_line[level], tables.by_bin[level]
+        predicted = self._requests.observe(seq_ids, hit, _scaled(by_bin, tables.position_ratio[position]))
         if score:
             self._score(predicted, hit)
-        self._fit_line(logit, hit, by_line)
-        self._bins.add(low + (share > 0.5), hit, by_line)
-        self._positions.add(column, hit, by_bin)
-        self.num_observed += len(num_drafts)
+        self._fit_line(_LOGITS[level], hit, by_line)
+        self._bins.add(_LOW[level] + (_SHARE[level] > 0.5), hit, by_line)
+        self._positions.add(position, hit, by_bin)
+        self._tables = None
 
     def forget(self, live: Iterable[int]) -> None:
         """Drops every request that is not in `live`."""
@@ -213,47 +254,63 @@ class Acceptance:
     def num_requests(self) -> int:
         return len(self._requests)
 
+    # -- keeping --------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """The pool; requests do not outlive a run."""
+        counts = {"bins": self._bins, "positions": self._positions}
+        return {
+            "line": self._line.tolist(), "curvature": self._curvature.tolist(),
+            **{name: [array.tolist() for array in (c.hits, c.misses, c.expected_hits, c.expected_misses)] for name, c in counts.items()},
+        }  # fmt: skip
+
+    def load(self, saved: Any) -> None:
+        """What `to_json` wrote, as weaker evidence. Raises ValueError or TypeError, then nothing has changed."""
+        line, curvature = np.array(saved["line"], dtype=np.float64), np.array(saved["curvature"], dtype=np.float64)
+        bins, positions = (np.array(saved[name], dtype=np.float64) for name in ("bins", "positions"))
+        if line.shape != (2,) or curvature.shape != (2, 2) or bins.shape != (4, _BINS + 1) or positions.shape != (4, self.max_k):
+            raise ValueError("acceptance that was kept has another shape")
+        if not all(np.isfinite(array).all() for array in (line, curvature, bins, positions)) or min(bins.min(), positions.min()) < 0.0:
+            raise ValueError("acceptance that was kept is not finite")
+        self._line, self._curvature = line, _KEPT * curvature + (1.0 - _KEPT) * _LINE_WEIGHT * np.eye(2)
+        for counts, array in ((self._bins, bins), (self._positions, positions)):
+            counts.hits, counts.misses, counts.expected_hits, counts.expected_misses = _KEPT * array
+        self._tables = None
+
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _tabled(self) -> _Tables:
+        if self._tables is None:
+            rate = 1.0 / (1.0 + np.exp(-(self._line[0] * _LOGITS + self._line[1])))
+            by_line = np.minimum(1.0 - _TINY, np.maximum(_TINY, rate))
+            by_line[-1] = PRIOR
+            ratio = self._bins.odds_ratio(_BIN_WEIGHT)
+            above = np.append(ratio[1:], ratio[-1:])
+            by_bin = _scaled(by_line, ratio[_LOW] + _SHARE * (above[_LOW] - ratio[_LOW]))
+            position_ratio = self._positions.odds_ratio(_POSITION_WEIGHT)
+            odds = by_bin / (1.0 - by_bin)
+            self._tables = _Tables(by_line, by_bin, position_ratio, odds, odds.tolist(), position_ratio.tolist())
+        return self._tables
+
     def _predict(self, request: FloatArray, k: int, confidence: FloatArray | None) -> FloatArray:
-        logit, low, share = self._placed(confidence, (len(request), k))
-        base = self._by_bin(self._by_line(logit), low, share)
-        position = self._positions.odds_ratio(_POSITION_WEIGHT)
-        position = position[:k] if k <= self.max_k else np.concatenate([position, np.repeat(position[-1:], k - self.max_k)])
-        return _scaled(base, position * request[:, None])
-
-    def _placed(self, confidence: FloatArray | None, shape: tuple[int, int]) -> tuple[FloatArray, IntArray, FloatArray]:
-        """(log odds, the bin below, the share of the bin above) of each confidence; NaN and bin _BINS where there is none."""
-        if confidence is None:
-            return np.full(shape, np.nan), np.full(shape, _BINS), np.zeros(shape)
-        p = np.clip(confidence, 1e-4, 1.0 - 1e-4)
-        logit = np.clip(np.log(p / (1.0 - p)), -_LOGIT_RANGE, _LOGIT_RANGE)
-        known = np.isfinite(confidence)
-        place = np.where(known, (logit + _LOGIT_RANGE) * ((_BINS - 1) / (2.0 * _LOGIT_RANGE + 1e-9)), 0.0)
-        low = place.astype(np.int64)
-        return np.where(known, logit, np.nan), np.where(known, low, _BINS), np.where(known, place - low, 0.0)
-
-    def _by_line(self, logit: FloatArray) -> FloatArray:
-        rate: FloatArray = 1.0 / (1.0 + np.exp(-(self._line[0] * logit + self._line[1])))
-        return np.where(np.isnan(logit), PRIOR, np.clip(rate, _TINY, 1.0 - _TINY))
-
-    def _by_bin(self, by_line: FloatArray, low: IntArray, share: FloatArray) -> FloatArray:
-        ratio = self._bins.odds_ratio(_BIN_WEIGHT)
-        above = np.append(ratio[1:], ratio[-1:])
-        return _scaled(by_line, ratio[low] + share * (above[low] - ratio[low]))
+        tables, position = self._tabled(), np.minimum(np.arange(k), self.max_k - 1)
+        level = _levels(confidence) if confidence is not None else np.full((len(request), k), _LEVELS + 1)
+        odds = tables.odds_array[level] * tables.position_ratio[position] * request[:, None]
+        rates: FloatArray = np.minimum(1.0 - _TINY, np.maximum(_TINY, odds / (1.0 + odds)))
+        return rates
 
     def _fit_line(self, logit: FloatArray, hit: FloatArray, predicted: FloatArray) -> None:
         """One Newton step of the logistic regression, with the curvature of what is remembered."""
         known = np.isfinite(logit)
         if not known.any():
             return
-        x = np.stack([logit[known], np.ones(int(known.sum()))])
+        x = np.stack([logit[known], np.ones(int(np.count_nonzero(known)))])
         p = predicted[known]
         self._curvature = self._curvature * max(0.0, 1.0 - x.shape[1] / _POOL_MEMORY) + (x * (p * (1.0 - p))) @ x.T
         (a, b), (_, c) = (self._curvature + 0.05 * np.eye(2)).tolist()
         u, v = (x @ (hit[known] - p)).tolist()
         step = np.array([c * u - b * v, a * v - b * u]) / (a * c - b * b)
-        self._line = np.clip(self._line + np.clip(step, -0.5, 0.5), -3.0, 3.0)
+        self._line = np.minimum(3.0, np.maximum(-3.0, self._line + np.minimum(0.5, np.maximum(-0.5, step))))
 
     def _score(self, predicted: FloatArray, hit: FloatArray) -> None:
         index = np.minimum((predicted * _SCORE_BINS).astype(np.int64), _SCORE_BINS - 1)
@@ -266,4 +323,23 @@ class Acceptance:
 def _scaled(p: FloatArray, odds_ratio: FloatArray) -> FloatArray:
     """`p` with its odds multiplied."""
     scaled: FloatArray = p * odds_ratio / (1.0 + p * (odds_ratio - 1.0))
-    return np.clip(scaled, _TINY, 1.0 - _TINY)
+    return np.minimum(1.0 - _TINY, np.maximum(_TINY, scaled))   # several times quicker than np.clip
+
+
+def _levels(confidence: FloatArray) -> IntArray:
+    """Which entry of the tables: in half percents, the last one where there is none (NaN)."""
+    known = np.isfinite(confidence)
+    level: IntArray = np.where(known, np.rint(_LEVELS * np.minimum(1.0, np.maximum(0.0, np.where(known, confidence, 0.0)))), _LEVELS + 1).astype(np.int64)
+    return level
+
+
+def _placed() -> tuple[FloatArray, IntArray, FloatArray]:
+    """Per level (log odds, the bin below, the share of the bin above); NaN and bin _BINS where there is no confidence."""
+    p = np.clip(np.arange(_LEVELS + 1) / _LEVELS, 1e-4, 1.0 - 1e-4)
+    logit = np.clip(np.log(p / (1.0 - p)), -_LOGIT_RANGE, _LOGIT_RANGE)
+    place = (logit + _LOGIT_RANGE) * ((_BINS - 1) / (2.0 * _LOGIT_RANGE + 1e-9))
+    low = place.astype(np.int64)
+    return np.append(logit, np.nan), np.append(low, _BINS), np.append(place - low, 0.0)
+
+
+_LOGITS, _LOW, _SHARE = _placed()

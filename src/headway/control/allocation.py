@@ -23,6 +23,8 @@ Objectives:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,6 +48,26 @@ def allocate(
     if slo_ms is not None and not _meets(values, order[:total], float(step_ms[total]), slo_ms):
         return _within(values, step_ms, order, rate, slo_ms)
     return _lengths(order[:total], values.shape)
+
+
+def allocate_few(values: Sequence[Sequence[float]], step_ms: Sequence[float], rate: float) -> list[int]:
+    """`allocate` for a rate, without arrays: several times quicker for some tens of drafts.
+
+    values    one list per row, of any length, positive and non-increasing
+    step_ms   [at least 1 + number of values]
+    """
+    order = sorted([(-value, position, row) for row, line in enumerate(values) for position, value in enumerate(line)])
+    best = -rate * step_ms[0]
+    tokens, total = 0.0, 0
+    for count, (loss, _, _) in enumerate(order, start=1):
+        tokens -= loss
+        gained = tokens - rate * step_ms[count]
+        if gained > best:
+            best, total = gained, count
+    lengths = [0] * len(values)
+    for _, _, row in order[:total]:
+        lengths[row] += 1
+    return lengths
 
 
 def _by_gain(gains: FloatArray) -> IntArray:

@@ -1,11 +1,11 @@
 """What a step costs on this machine: measured, refitted while serving, aware of its own error.
 
-    T(B, N, C, P) = speed * ( f(N) + b B + l (N - P) + c C + a C (N - P) / B + p P )
+    T(B, N, C, P) = speed * ( f(N) + b B + l (N - P) + c C + a C (N - P) / B + p P + v [N - P > B] )
 
 B rows, N token rows of the forward pass, C tokens of K/V read, P prefill tokens among the N. f is piecewise linear with
 knots where tiles, vectors and graph buckets bend it; every coefficient is >= 0, so T never falls when a draft is added. l is
-what a row of logits costs, a what attention pays for each further query token of a row. A drafter's time for R sequences
-and S steps, after W tokens it has not seen (it slept), is
+what a row of logits costs, a what attention pays for each further query token of a row, v what a step that verifies any draft at all pays
+beyond a plain one. A drafter's time for R sequences and S steps, after W tokens it has not seen (it slept), is
 
     D(R, S, W) = speed * ( d0 + d1 R + d2 S + d3 R S + d4 W )
 
@@ -31,19 +31,22 @@ from headway.types import Feedback
 
 FloatArray = NDArray[np.float64]
 
-FORMAT = 1              # of the saved file
+FORMAT = 2              # of the saved file
 KNOTS = np.array([
     *range(1, 10), 12, 16, 17, 20, 24, 28, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129, 160, 192, 224, 256, 257, 320, 384, 512, 768,
     1024, 1536, 2048, 4096, 8192, 16384,
 ], dtype=np.float64)  # fmt: skip
 _WIDTHS = np.diff(KNOTS)
+_TABLE = 1025           # f is tabulated for fewer tokens than this
 _BEND = 32              # the smooth curve has one slope up to here and another beyond
+_PREFER = 0.3           # a curve that is flat, in observations
 _SHRINK = 0.5           # towards the smooth curve, in observations
 _MEMORY = 24.0          # observations a cell remembers
 _PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
 _HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
 _MAX_CELLS = 320
 _REFIT_EVERY = 128      # observations, at most
+_FIRST_REFIT = 32       # observations after a profile or what was kept has been read
 _RECENT = 128           # errors that `error` is the median of
 _TRACK = 0.06           # how fast `speed` follows
 _REGIME = 0.2           # change of speed, as a logarithm, after which all cells count less: not everything slows down alike
@@ -71,26 +74,48 @@ class CostModel:
     def __init__(self) -> None:
         self._target = _Fit(_target_design, _target_smooth())
         self._drafters: dict[str, _Fit] = {}
-        self._theta: FloatArray | None = None   # what the next two were made from
+        self._theta: FloatArray | None = None   # what the next three were made from
         self._heights = KNOTS                   # f at the knots
+        self._at: list[float] = []              # f(0), f(1), ... up to _TABLE
         self._others: list[float] = []
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
     def predict(self, num_rows: float, num_tokens: ArrayLike, num_context_tokens: float, num_prefill_tokens: float = 0.0) -> FloatArray:
         """Milliseconds of everything in a step but drafting, for each entry of `num_tokens` (any shape)."""
-        fit, rows = self._target, max(1.0, float(num_rows))
-        if self._theta is not fit.theta:
-            self._theta, count = fit.theta, len(KNOTS)
-            self._heights = np.cumsum(fit.theta[:count])
-            self._others = (fit.theta[count:] / _SCALES).tolist()
-        per_row, per_logit, per_context, per_pair, per_prefill = self._others
+        rows = max(1.0, float(num_rows))
+        fixed, growing, verifying = self._line(rows, num_context_tokens, num_prefill_tokens)
         tokens = np.asarray(num_tokens, dtype=np.float64)
         sampled = tokens - num_prefill_tokens
-        fixed = per_row * rows + per_context * num_context_tokens + per_prefill * num_prefill_tokens
-        growing = (per_logit + per_pair * num_context_tokens / rows) * sampled
-        result: FloatArray = fit.speed * (np.interp(tokens, KNOTS, self._heights) + fixed + growing)
+        result: FloatArray = self._target.speed * (
+            np.interp(tokens, KNOTS, self._heights) + fixed + growing * sampled + verifying * (sampled > rows)
+        )
         return result
+
+    def curve(
+        self, num_rows: int, num_tokens: int, num_drafts: int, num_context_tokens: float, num_prefill_tokens: int = 0
+    ) -> list[float]:
+        """[num_drafts + 1] the same for num_tokens, num_tokens + 1, ... up to `num_drafts` more, without arrays."""
+        end = num_tokens + num_drafts + 1
+        if end > _TABLE:
+            found: list[float] = self.predict(num_rows, np.arange(num_tokens, end), num_context_tokens, num_prefill_tokens).tolist()
+            return found
+        rows, speed = max(1, num_rows), self._target.speed
+        fixed, growing, verifying = self._line(rows, num_context_tokens, num_prefill_tokens)
+        fixed, growing, plain = speed * (fixed - growing * num_prefill_tokens), speed * growing, rows + num_prefill_tokens
+        at, fixed_verifying = self._at, fixed + speed * verifying
+        return [speed * at[n] + growing * n + (fixed_verifying if n > plain else fixed) for n in range(num_tokens, end)]
+
+    def _line(self, rows: float, num_context_tokens: float, num_prefill_tokens: float) -> tuple[float, float, float]:
+        """What does not depend on the tokens, what each sampled one adds, and what verifying adds, before `speed`."""
+        if self._theta is not self._target.theta:
+            self._theta, count = self._target.theta, len(KNOTS)
+            self._heights = np.cumsum(self._theta[:count])
+            self._at = np.interp(np.arange(_TABLE), KNOTS, self._heights).tolist()
+            self._others = (self._theta[count:] / _SCALES).tolist()
+        per_row, per_logit, per_context, per_pair, per_prefill, verifying = self._others
+        fixed = per_row * rows + per_context * num_context_tokens + per_prefill * num_prefill_tokens
+        return fixed, per_logit + per_pair * num_context_tokens / rows, verifying
 
     def predict_draft(self, drafter: str, num_rows: int, num_steps: int, num_catch_up: int = 0) -> float:
         """Milliseconds of asking `drafter` for `num_rows` drafts of at most `num_steps` tokens; 0 while it is unknown."""
@@ -124,10 +149,12 @@ class CostModel:
         drafting = sum(part.draft_ms for part in feedback.drafters) if feedback.drafters else feedback.draft_ms
         work = (feedback.num_rows or len(feedback.sequences), feedback.num_tokens, feedback.num_context_tokens, feedback.num_prefill_tokens)
         if feedback.num_tokens > 0 and work[0] > 0:
-            self._target.observe(work, feedback.step_ms - drafting, float(self.predict(*work)))
+            self._target.observe(work, feedback.step_ms - drafting, self.curve(work[0], work[1], 0, work[2], work[3])[0])
         for part in feedback.drafters:
             if part.num_rows > 0:
-                fit = self._drafters.setdefault(part.drafter, _Fit(_draft_design, _DRAFT_SMOOTH))
+                fit = self._drafters.get(part.drafter)
+                if fit is None:
+                    fit = self._drafters[part.drafter] = _Fit(_draft_design, _DRAFT_SMOOTH)
                 asked = (part.num_rows, part.num_steps, part.num_catch_up)
                 fit.observe(asked, part.draft_ms, _draft_ms(fit, *asked))
 
@@ -138,6 +165,7 @@ class CostModel:
                 raw = (work.num_rows, work.num_tokens, work.num_context_tokens, work.num_prefill_tokens)
                 self._target.learn(raw, ms, _PROFILED)
         self._target.refit()
+        self._target.trust()
 
     # -- keeping --------------------------------------------------------------------------------------------------
 
@@ -183,7 +211,7 @@ class CostModel:
 class _Cell:
     """Steps that are alike: the mean of what they asked for and of what they took (divided by `speed` at the time)."""
 
-    raw: FloatArray
+    raw: list[float]
     ms: float
     weight: float
     seen: int           # number of the latest observation
@@ -199,9 +227,11 @@ class _Fit:
         self._recent = np.zeros(_RECENT)
         self._num_recent = 0
         self._next_refit = 2
+        self._trusted = False
         self._typical = 0.3         # log error that is nothing special
         self._outliers: list[float] = []   # log errors of the latest steps, as long as each is one
-        self.theta: FloatArray = smooth @ np.full(smooth.shape[1], 1.0 / smooth.shape[1])
+        self._support: FloatArray = np.full(smooth.shape[1], 1.0 / smooth.shape[1])   # of the smooth curve
+        self.theta: FloatArray = smooth @ self._support
         self.coefficients: list[float] = self.theta.tolist()
         self.speed = 1.0
         self._fitted_speed = 1.0    # when what is in the cells was last devalued
@@ -220,15 +250,20 @@ class _Fit:
             self.num_observed += 1
             return
         log_error = math.log(ms / predicted)
-        if self._num_recent % 8 == 0:
+        if self._num_recent % 16 == 0 or self._num_recent == 8:
             self._typical = max(0.02, 1.5 * self.error) if self._num_recent else 0.3
         self._recent[self._num_recent % _RECENT] = abs(predicted / ms - 1.0)
         self._num_recent += 1
         self.num_observed += 1
         bound = 3.0 * self._typical
-        self.speed *= math.exp(_TRACK * min(bound, max(-bound, log_error)))
+        # While little is known, an error says something about the curve, not about the machine.
+        known = 1.0 if self._trusted else min(1.0, self.num_observed / _FIRST_REFIT)
+        self.speed *= math.exp(known * _TRACK * min(bound, max(-bound, log_error)))
         # Only a pause makes a single step an outlier: nothing makes one too fast.
-        self._outliers = [*self._outliers, log_error] if log_error > max(0.7, 2.0 * bound) else []
+        if log_error > max(0.7, 2.0 * bound):
+            self._outliers.append(log_error)
+        elif self._outliers:
+            self._outliers = []
         if 0 < len(self._outliers) < _OUTLIER_RUN:
             return
         if self._outliers:   # so many in a row are no outliers: the machine has changed
@@ -248,12 +283,17 @@ class _Fit:
         if cell is None:
             if len(self._cells) >= _MAX_CELLS:
                 del self._cells[min(self._cells, key=lambda k: self._cells[k].seen)]
-            cell = self._cells[key] = _Cell(np.zeros(len(raw)), 0.0, 0.0, 0)
+            cell = self._cells[key] = _Cell([0.0] * len(raw), 0.0, 0.0, 0)
         cell.weight = min(cell.weight + weight, _MEMORY)
         share = weight / cell.weight
-        cell.raw += share * (np.array(raw, dtype=np.float64) - cell.raw)
+        cell.raw = [mean + share * (value - mean) for mean, value in zip(cell.raw, raw, strict=True)]
         cell.ms += share * (ms / self.speed - cell.ms)
         cell.seen = self.num_observed
+
+    def trust(self) -> None:
+        """What is in the cells is worth something already: live steps correct it now and then, not every other step."""
+        self._trusted = True
+        self._next_refit = max(self._next_refit, self.num_observed + _FIRST_REFIT)
 
     def refit(self) -> None:
         """Minimises sum of weight * (prediction / ms - 1)^2 over theta >= 0, first for the smooth curve, then around it."""
@@ -274,16 +314,22 @@ class _Fit:
         gram, target = rows.T @ (weight[:, None] * rows), rows.T @ weight
         smooth = self._smooth
         small = smooth.T @ gram @ smooth
-        prior = smooth @ _nonnegative(small + 1e-6 * np.diag(np.diag(small) + 1e-12), smooth.T @ target, np.zeros(smooth.shape[1]), 60)
+        # Of explanations that are as good, the constant: what grows would be extrapolated.
+        ridge = np.full(len(small), _PREFER / max(float(weight.sum()), 1e-9))
+        ridge[0] *= 1e-3
+        small[np.diag_indices_from(small)] += ridge * small.diagonal() + 1e-12
+        self._support = _nonnegative(small, smooth.T @ target, self._support)
+        prior = smooth @ self._support
         # Shrinkage in relative units: a rise counts against the time of the steps it is part of.
-        relative = np.sqrt(np.diag(gram) / max(float(weight.sum()), 1e-9)) + 0.02 / float(np.median(ms))
+        relative = np.sqrt(gram.diagonal() / max(float(weight.sum()), 1e-9)) + 0.02 / float(np.median(ms))
         ridge = _SHRINK * relative**2
-        self.theta = _nonnegative(gram + np.diag(ridge), target + ridge * prior, prior, 30)
+        gram[np.diag_indices_from(gram)] += ridge
+        self.theta = _nonnegative(gram, target + ridge * prior, self.theta)
         self.coefficients = self.theta.tolist()
 
     def to_json(self) -> dict[str, Any]:
         cells = [[*key] for key in self._cells]
-        values = [[*cell.raw.tolist(), cell.ms, cell.weight, cell.seen] for cell in self._cells.values()]
+        values = [[*cell.raw, cell.ms, cell.weight, cell.seen] for cell in self._cells.values()]
         return {"cells": cells, "values": values, "speed": self.speed, "num_observed": self.num_observed}
 
     def load(self, saved: Any) -> None:
@@ -291,30 +337,43 @@ class _Fit:
             *raw, ms, weight, seen = (float(value) for value in values)
             if not all(map(math.isfinite, (*raw, ms, weight))) or ms <= 0.0 or weight <= 0.0:
                 raise ValueError("not a saved cost model: a cell is not finite and positive")
-            self._cells[tuple(int(part) for part in key)] = _Cell(np.array(raw), ms, weight, int(seen))
+            self._cells[tuple(int(part) for part in key)] = _Cell(raw, ms, weight, int(seen))
         self.speed = self._fitted_speed = float(saved["speed"])
         self.num_observed = int(saved["num_observed"])
         self.refit()
+        self.trust()
 
 
-def _nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray, sweeps: int) -> FloatArray:
-    """Coordinate descent for min x' gram x / 2 - target' x over x >= 0."""
-    x = start.copy()
-    diagonal = np.diag(gram)
-    usable = np.flatnonzero(diagonal > 0.0).tolist()
-    for _ in range(sweeps):
-        largest = 0.0
-        for i in usable:
-            value = max(0.0, float(x[i] + (target[i] - gram[i] @ x) / diagonal[i]))
-            largest = max(largest, abs(value - x[i]) / (abs(value) + 1e-9))
-            x[i] = value
-        if largest < 1e-4:
+def _nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray) -> FloatArray:
+    """min x' gram x / 2 - target' x over x >= 0, exactly, for a positive definite `gram`; quick when the positive entries are those of `start`.
+
+    Block principal pivoting (Kim and Park 2011): solve on the positive entries, then exchange all that have the wrong sign; one at a time
+    when that does not lead on.
+    """
+    free = start > 0.0
+    least, tries = len(target) + 1, 3
+    tolerance = 1e-10 * (1.0 + float(np.abs(target).max(initial=0.0)))
+    x = np.zeros(len(target))
+    for _ in range(4 * len(target) + 10):
+        index = np.flatnonzero(free)
+        x = np.zeros(len(target))
+        x[index] = np.linalg.solve(gram[index[:, None], index], target[index])
+        wrong = np.flatnonzero(np.where(free, x < 0.0, gram @ x - target < -tolerance))
+        if len(wrong) == 0:
             break
-    return x
+        if len(wrong) < least:
+            least, tries = len(wrong), 3
+        elif tries > 0:
+            tries -= 1
+        else:
+            wrong = wrong[-1:]
+        free[wrong] = ~free[wrong]
+    return np.maximum(x, 0.0)
 
 
-# Typical sizes: they bring the coefficients of different things to one scale. Rows, logit rows, context, context * query tokens, prefill.
-_SCALES = np.array([16.0, 16.0, 4096.0, 4096.0, 256.0])
+# Typical sizes: they bring the coefficients of different things to one scale. Rows, logit rows, context, context * query tokens, prefill,
+# verifying at all.
+_SCALES = np.array([16.0, 16.0, 4096.0, 4096.0, 256.0, 1.0])
 
 
 def _target_design(raw: FloatArray) -> FloatArray:
@@ -322,19 +381,19 @@ def _target_design(raw: FloatArray) -> FloatArray:
     rows, tokens, context, prefill = raw.T
     ramps = np.clip((tokens[:, None] - KNOTS[:-1]) / _WIDTHS, 0.0, 1.0)
     sampled = tokens - prefill
-    others = np.stack([rows, sampled, context, context * sampled / np.maximum(rows, 1.0), prefill], axis=1) / _SCALES
+    others = np.stack([rows, sampled, context, context * sampled / np.maximum(rows, 1.0), prefill, sampled > rows], axis=1) / _SCALES
     return np.concatenate([np.ones((len(raw), 1)), ramps, others], axis=1)
 
 
 def _target_smooth() -> FloatArray:
-    """A constant, two slopes for the ramps, and the five others as they are."""
-    count = len(_WIDTHS)
-    smooth = np.zeros((1 + count + 5, 3 + 5))
+    """A constant, two slopes for the ramps, and the others as they are; verifying costs nothing extra until that has been seen."""
+    count, others = len(_WIDTHS), len(_SCALES) - 1
+    smooth = np.zeros((1 + count + others + 1, 3 + others))
     smooth[0, 0] = 1.0
     early = KNOTS[1:] <= _BEND
     smooth[1 : 1 + count, 1] = np.where(early, _WIDTHS, 0.0) / _BEND
     smooth[1 : 1 + count, 2] = np.where(early, 0.0, _WIDTHS) / 256.0
-    smooth[1 + count :, 3:] = np.eye(5)
+    smooth[1 + count : -1, 3:] = np.eye(others)
     return smooth
 
 

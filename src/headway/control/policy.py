@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class Setup:
     drafters: tuple[DrafterView, ...]   # in the user's order of preference
     max_k: int                          # num_speculative_tokens: the hard upper bound
     costs: CostModel                    # of this machine, profiled when the policy `needs_costs`, else empty; the policy's own from now on
+    kept: Mapping[str, Any] | None = None   # what `to_json` of the same policy gave in an earlier run
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class SequenceView:
     num_drafts: int           # verified so far in this sequence
     num_accepted: int
     num_pending: int = 1      # known tokens that are not computed yet: 1 when it decodes, what is left of its prompt before
+    tpot_slo_ms: float | None = None   # milliseconds per output token that this request should not exceed
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Policy(ABC):
     needs_costs: ClassVar[bool] = False   # start it with a measured cost model
 
     # What the policy tells about itself: read after `select`, written into the step's Feedback.
-    reason: str = ""                      # why it last changed what it does, in a few words
+    reason: str = ""                      # why it last changed what it does: "one of a few phrases" or "a phrase: with numbers"
     forecast: Forecast | None = None      # what it expects of the step it has just chosen
 
     def start(self, setup: Setup) -> None:
@@ -127,3 +129,10 @@ class Policy(ABC):
     def observe(self, feedback: Feedback) -> None:
         """After the step: what happened."""
         return
+
+    def to_json(self) -> dict[str, Any]:
+        """What is worth keeping for the next start, beside the cost model: JSON, given to it as `Setup.kept`. Called between steps.
+
+        Whoever runs the policy may ignore it. `start` raises ValueError, TypeError or KeyError for what it cannot read.
+        """
+        return {}

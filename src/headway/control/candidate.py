@@ -1,0 +1,195 @@
+"""What a policy that learns knows about one drafter: its acceptance, its worth, its price, its account, and whom to try it on next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.control.acceptance import Acceptance
+from headway.control.costs import CostModel
+from headway.control.guard import Account
+from headway.control.policy import DraftView
+from headway.control.worth import Worth
+from headway.types import SequenceFeedback, ShadowFeedback
+
+FloatArray = NDArray[np.float64]
+
+PROBE_SHARE = 0.005      # of the time, over all drafters
+FIRST_ASKS = 32          # asks of a new drafter, half of them in one step, before a whole large batch asks it
+KNOWN_ASKS = 8           # of one that was known in an earlier run
+_LONGEST_REST = 8        # steps between two decisions that count as time to earn probes
+_PRICED_STEPS = 8        # steps for which a price holds
+_LEAST_JUDGED = 6        # judged tokens that are waited for before the acceptance model learns, while it knows little
+_ENOUGH_JUDGED = 128     # and later: learning has its price by the call
+_MOST = 24               # drafts, or asks, that are learned from in a step
+_LONGEST_WAIT = 12       # steps
+_YOUNG = 200             # judged tokens up to which it knows little
+
+
+class Candidate:
+    def __init__(self, name: str, deterministic: bool, max_k: int, costs: CostModel) -> None:
+        self.name, self.deterministic, self.max_k = name, deterministic, max_k
+        self.worth = Worth()
+        self.account = Account()
+        self.sighted = Acceptance(max_k)     # of drafts that were made, by their confidence
+        self.blind = Acceptance(max_k)       # of drafts to be made
+        self.blind_used = False
+        self.depth = min(2, max_k)           # that was found worth asking for last
+        self.first_asks = FIRST_ASKS
+        self.watched: dict[int, float] = {}  # shadow drafts under way: seq_id -> tokens a verified token would cost
+        self.share = 0.0                     # of the sequences, that it is asked for
+        self.busy = 0.0                      # the same, lately
+        self.told: bool | None = None
+        self._costs = costs
+        self._judged = _Judged()
+        self._blindly_judged = _Judged()
+        self._credit = 0.0                   # milliseconds that may go into probes
+        self._probed_at = 0
+        self._prices = (0.0, 0.0, 0.0)
+        self._priced_at = -_PRICED_STEPS
+
+    @property
+    def is_new(self) -> bool:
+        """Not asked often enough to be judged."""
+        return self.worth.num_learned < self.first_asks
+
+    # -- prices ---------------------------------------------------------------------------------------------------
+
+    def prices(self, step: int) -> tuple[float, float, float]:
+        """Milliseconds of asking it at all, for each sequence, and for each token it has not seen; refreshed every few steps."""
+        if not 0 <= step - self._priced_at < _PRICED_STEPS:
+            self._priced_at = step
+            one, two = (self._costs.predict_draft(self.name, rows, self.depth) for rows in (1, 2))
+            woken = self._costs.predict_draft(self.name, 1, self.depth, 256)
+            self._prices = (max(0.0, 2.0 * one - two), max(0.0, two - one), max(0.0, woken - one) / 256.0)
+        return self._prices
+
+    def rise(self, num_rows: int) -> float:
+        """Milliseconds that drafting to the end costs more than one draft."""
+        return self._costs.predict_draft(self.name, num_rows, self.max_k) - self._costs.predict_draft(self.name, num_rows, 1)
+
+    def affords(self, step: int, plain_ms: float, num_others: int, num_unseen: int) -> bool:
+        """Whether to try it on all `num_others` sequences for which it does not seem to pay, now: all at once, since verifying pays for
+        its fixed costs only when many have something to verify. `num_unseen`: tokens it would have to catch up with."""
+        fixed, each, per_unseen = self.prices(step)
+        price = fixed + each * num_others + per_unseen * num_unseen
+        elapsed = max(1, min(_LONGEST_REST, step - self._probed_at))
+        self._probed_at = step
+        self._credit = min(self._credit + elapsed * PROBE_SHARE * plain_ms, 2.0 * price)
+        if num_others == 0 or self._credit < price or (self.account.off and step < self.account.until):
+            return False
+        self._credit -= price
+        return True
+
+    # -- acceptance -----------------------------------------------------------------------------------------------
+
+    def values(self, drafts: list[DraftView]) -> FloatArray:
+        """[n, k] P(the draft is accepted up to here), 0 beyond its end."""
+        lengths = np.array([draft.length for draft in drafts])
+        confidence = np.full((len(drafts), int(lengths.max())), np.nan)
+        for row, draft in enumerate(drafts):
+            if draft.confidence:
+                told = draft.confidence[: confidence.shape[1]]
+                confidence[row, : len(told)] = told
+        rates = self.sighted.predict([draft.seq_id for draft in drafts], confidence.shape[1], confidence)
+        return np.where(np.arange(confidence.shape[1]) < lengths[:, None], np.cumprod(rates, axis=1), 0.0)
+
+    def judge(self, verified: Sequence[SequenceFeedback], shadows: Sequence[ShadowFeedback], step: int) -> None:
+        """Learns acceptance, in groups of drafts: each call has its price."""
+        verified, shadows = some(verified, step), some(shadows, step)
+        for seq in verified:
+            self._judged.add(seq.seq_id, 0, seq.num_accepted, seq.num_drafts, seq.confidence, self.max_k, step)
+            if self.blind_used:
+                self._blindly_judged.add(seq.seq_id, 0, seq.num_accepted, seq.num_drafts, None, self.max_k, step)
+        for shadow in shadows:
+            accepted = shadow.num_verified + shadow.num_confirmed
+            self._judged.add(shadow.seq_id, shadow.num_verified, accepted, shadow.num_drafts, shadow.confidence, self.max_k, step)
+        self._judged.teach(self.sighted, step)
+        self._blindly_judged.teach(self.blind, step)
+
+    # -- keeping --------------------------------------------------------------------------------------------------
+
+    def forget(self, live: set[int]) -> None:
+        """Drops what is known of requests that are not in `live`, once it is much."""
+        self.worth.forget(live)
+        for model in (self.sighted, self.blind):
+            if model.num_requests > 2 * len(live) + 64:
+                model.forget(live)
+        if len(self.watched) > 2 * len(live) + 64:
+            self.watched = {seq_id: price for seq_id, price in self.watched.items() if seq_id in live}
+
+    def to_json(self) -> dict[str, Any] | None:
+        """What outlives a run; None while there is nothing."""
+        if self.is_new:
+            return None
+        return {
+            "worth": self.worth.pool, "depth": self.depth, "sighted": self.sighted.to_json(), "blind": self.blind.to_json(),
+            "max_k": self.max_k,
+        }  # fmt: skip
+
+    def load(self, saved: Any) -> None:
+        """What `to_json` wrote: a better first guess, to be tested on the first requests. Raises ValueError, TypeError or KeyError."""
+        if saved["max_k"] != self.max_k:
+            return
+        worth, depth = float(saved["worth"]), int(saved["depth"])
+        if not (np.isfinite(worth) and 1 <= depth <= self.max_k):
+            raise ValueError("what was kept of a drafter is out of range")
+        self.sighted.load(saved["sighted"])
+        self.blind.load(saved["blind"])
+        self.worth.pool, self.depth, self.first_asks = worth, depth, KNOWN_ASKS
+
+
+_T = TypeVar("_T")
+
+
+def some(items: Sequence[_T], step: int) -> Sequence[_T]:
+    """At most _MOST of them, in turns: a large batch has more evidence than it needs, and learning takes time."""
+    if len(items) <= _MOST:
+        return items
+    start = step * _MOST % len(items)
+    return (*items[start : start + _MOST], *items[: max(0, start + _MOST - len(items))])
+
+
+class _Judged:
+    """Judged tokens that were not learned from yet, as columns."""
+
+    def __init__(self) -> None:
+        self._num_taught = 0
+        self._clear(0)
+
+    def _clear(self, step: int) -> None:
+        self._seq_ids: list[int] = []
+        self._positions: list[int] = []
+        self._hits: list[float] = []
+        self._confidence: list[float] = []
+        self._since = step
+
+    def add(
+        self, seq_id: int, first: int, num_accepted: int, num_drafts: int, confidence: Sequence[float] | None, max_k: int, step: int
+    ) -> None:
+        """Of positions [first, num_drafts) those below `num_accepted` were accepted, the next one was not."""
+        end = min(num_accepted + 1, num_drafts, max_k)
+        count = end - first
+        if count <= 0:
+            return
+        if not self._hits:
+            self._since = step
+        self._seq_ids += [seq_id] * count
+        self._positions += range(first, end)
+        num_hits = min(end, num_accepted) - first
+        self._hits += [1.0] * num_hits + [0.0] * (count - num_hits)
+        told = confidence[first:end] if confidence is not None else ()
+        self._confidence += told
+        self._confidence += [float("nan")] * (count - len(told))
+
+    def teach(self, model: Acceptance, step: int) -> None:
+        """When enough has come together, or the first of it has waited long enough."""
+        young = self._num_taught < _YOUNG
+        if not self._hits or (len(self._hits) < (_LEAST_JUDGED if young else _ENOUGH_JUDGED) and 0 <= step - self._since < _LONGEST_WAIT):
+            return
+        self._num_taught += len(self._hits)
+        model.learn(self._seq_ids, np.array(self._positions), np.array(self._hits), np.array(self._confidence, dtype=np.float64))
+        self._clear(step)
