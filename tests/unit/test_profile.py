@@ -8,10 +8,12 @@ import pytest
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.costs import CostModel, Work
+from headway.control.policies.goodput import Goodput
 from headway.control.policies.static import Static
 from headway.control.policy import Setup
-from headway.engine import profile
+from headway.engine import experience, profile
 from headway.engine.engine import Engine
+from headway.types import Request, SamplingParams
 from tests.tiny import tiny_model_dir
 
 
@@ -78,10 +80,10 @@ def test_a_profile_that_holds_is_used_again(model_dir: Path, home: Path, monkeyp
     build(model_dir)
     [file] = kept(home)
     written = file.stat().st_mtime_ns
-    monkeypatch.setattr(profile, "_holds", lambda kept, measured: True)
+    monkeypatch.setattr(profile, "_holds", lambda kept, measured: 1.0)
     build(model_dir)
     assert file.stat().st_mtime_ns == written
-    monkeypatch.setattr(profile, "_holds", lambda kept, measured: False)
+    monkeypatch.setattr(profile, "_holds", lambda kept, measured: None)
     build(model_dir)
     assert file.stat().st_mtime_ns > written
 
@@ -95,8 +97,8 @@ def test_what_holds() -> None:
         checked = (shapes[0], shapes[5], shapes[7])
         return [(work, scale * (5.0 + 0.5 * work.num_tokens) * (bent if work.num_tokens > 10 else 1.0)) for work in checked]
 
-    assert profile._holds(costs, measured(1.0))
-    assert profile._holds(costs, measured(3.0))            # the whole machine is slower: the speed will follow
+    assert profile._holds(costs, measured(1.0)) == pytest.approx(1.0, rel=0.05)
+    assert profile._holds(costs, measured(3.0)) == pytest.approx(3.0, rel=0.05)   # the whole machine is slower
     assert not profile._holds(costs, measured(1.0, 2.0))   # large passes are: another kernel
 
 
@@ -118,3 +120,82 @@ def test_a_pool_that_is_too_small_for_large_passes(model_dir: Path) -> None:
     engine = build(model_dir, kv_cache_memory_bytes=1 << 20)
     assert costs_of(engine).to_json()["target"]["cells"]
     engine.check()
+
+
+# -- what one run leaves to the next ----------------------------------------------------------------------------------
+
+
+PROMPT = list(range(5, 25)) * 3
+
+
+def generate(engine: Engine, num_requests: int = 4, max_tokens: int = 40) -> None:
+    for number in range(num_requests):
+        engine.add(Request(f"r{number}", PROMPT, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)))
+    while engine.has_work():
+        engine.step()
+
+
+def test_what_was_learned_outlives_a_change_of_configuration(model_dir: Path) -> None:
+    engine = build(model_dir, "goodput")
+    generate(engine)
+    first = engine.policy
+    assert isinstance(first, Goodput)
+    costs, learned = first._costs, first.to_json()
+    assert learned
+    assert costs.num_observed > 20
+    engine.speculate(None)
+    engine.speculate(engine.config.speculative)
+    second = engine.policy
+    assert isinstance(second, Goodput)
+    assert second is not first
+    assert second._costs is costs
+    for drafter in second._drafters:
+        if drafter.name in learned:
+            assert drafter.worth.pool == learned[drafter.name]["worth"]
+            assert drafter.first_asks < 32
+    engine.speculate(SpeculativeConfig.parse({"method": "ngram", "policy": "goodput"}))   # another choice of drafters: nothing of theirs
+    assert engine.policy._drafters[0].first_asks == 32   # type: ignore[union-attr]
+
+
+def test_what_was_learned_is_saved_and_read(model_dir: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experience, "LEAST_STEPS", 10)
+    monkeypatch.setattr(experience, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(profile, "_holds", lambda kept, measured: 1.0)
+    engine = build(model_dir, "goodput")
+    [file] = kept(home)
+    measured = file.stat().st_mtime_ns
+    generate(engine)
+    assert [path.name for path in kept(home)] == [f"{file.stem}-policies.json", file.name]
+    assert file.stat().st_mtime_ns > measured
+    learned = engine.policy.to_json()   # type: ignore[union-attr]
+    again = build(model_dir, "goodput").policy
+    assert isinstance(again, Goodput)
+    assert again._costs.num_observed > 10
+    assert {d.name: d.worth.pool for d in again._drafters if d.name in learned} == {name: learned[name]["worth"] for name in learned}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"goodput [(\'suffix\', None), (\'ngram\', None)]": {"suffix": {"max_k": 4, "worth": "x"}}}'])
+def test_what_cannot_be_read_is_forgotten(model_dir: Path, home: Path, text: str) -> None:
+    build(model_dir)
+    [file] = kept(home)
+    file.with_name(f"{file.stem}-policies.json").write_text(text, encoding="utf-8")
+    policy = build(model_dir, "goodput").policy
+    assert isinstance(policy, Goodput)
+    assert all(drafter.first_asks == 32 for drafter in policy._drafters)
+
+
+def test_a_folder_that_cannot_be_written_loses_what_was_learned(model_dir: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experience, "LEAST_STEPS", 10)
+    monkeypatch.setattr(experience, "SAVE_EVERY_S", 0.0)
+    (home / "profiles").write_text("a file where the folder should be", encoding="utf-8")
+    engine = build(model_dir, "goodput")
+    generate(engine)
+    engine.check()
+
+
+def test_without_a_profile_every_run_starts_cold(model_dir: Path, home: Path) -> None:
+    engine = build(model_dir, "goodput", profile=False)
+    generate(engine)
+    engine.speculate(engine.config.speculative)
+    assert engine.policy._costs.num_observed == 0   # type: ignore[union-attr]
+    assert kept(home) == []

@@ -45,10 +45,13 @@ _MEMORY = 24.0          # observations a cell remembers
 _PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
 _HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
 _MAX_CELLS = 320
+_WELL_KNOWN = 100       # observations of a drafter after which only one step in
+_SELDOM = 4             # is learned from: learning has its price
 _REFIT_EVERY = 128      # observations, at most
 _FIRST_REFIT = 32       # observations after a profile or what was kept has been read
 _RECENT = 128           # errors that `error` is the median of
 _TRACK = 0.06           # how fast `speed` follows
+_SAME_SPEED = 0.1       # change of speed, as a logarithm, that a few passes cannot prove
 _REGIME = 0.2           # change of speed, as a logarithm, after which all cells count less: not everything slows down alike
 _LEAST_WEIGHT = 0.1     # a cell that counts less is forgotten
 _DEVALUE = 3.0          # how much less: 30 % of a change halves them
@@ -155,6 +158,8 @@ class CostModel:
                 fit = self._drafters.get(part.drafter)
                 if fit is None:
                     fit = self._drafters[part.drafter] = _Fit(_draft_design, _DRAFT_SMOOTH)
+                if fit.num_observed > _WELL_KNOWN and feedback.step % _SELDOM:
+                    continue
                 asked = (part.num_rows, part.num_steps, part.num_catch_up)
                 fit.observe(asked, part.draft_ms, _draft_ms(fit, *asked))
 
@@ -166,6 +171,12 @@ class CostModel:
                 self._target.learn(raw, ms, _PROFILED)
         self._target.refit()
         self._target.trust()
+
+    def rescale(self, factor: float) -> None:
+        """The machine takes `factor` times what is predicted, as far as anyone knows for everything: another clock, another neighbour."""
+        if math.isfinite(factor) and factor > 0.0 and abs(math.log(factor)) > _SAME_SPEED:
+            for fit in (self._target, *self._drafters.values()):
+                fit.speed *= factor
 
     # -- keeping --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+import weakref
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from torch import Tensor
 
 from headway import __version__
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.control.costs import CostModel
-from headway.control.policy import BatchView, DrafterView, DraftView, Policy, Setup
+from headway.control.policy import BatchView, DraftView, Policy
 from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
-from headway.drafters.drafter import Committed, DraftRequest, Target, keep_all
-from headway.engine import admission, profile, prompt_logprobs
+from headway.drafters.drafter import Committed, Drafter, DraftRequest, Target, keep_all
+from headway.engine import admission, prompt_logprobs
 from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
+from headway.engine.experience import Experience
 from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
 from headway.engine.metrics import EngineMetrics
@@ -74,6 +75,8 @@ class Engine:
         self.sampling_defaults = sampling_defaults(config.model, self.model.directory)   # for who asks for none
         self.requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}   # live, by seq_id
+        self._experience = Experience()
+        weakref.finalize(self, self._experience.save)
         self.speculate(config.speculative, progress=progress)
         self.metrics = EngineMetrics()
         self.trace = TraceWriter(config.trace, self._trace_header()) if config.trace else None
@@ -94,7 +97,6 @@ class Engine:
         self.memory = plan_memory(config, self.model, drafter_memory)
         self.max_model_len = self.memory.max_model_len
         self.runner = Runner(self.model, self.memory.num_blocks, config.block_size, hidden_layers_of(self.drafters))
-        self.policy: Policy | None = speculative.build_policy() if speculative else None
         pool = BlockPool(self.memory.num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
             pool,
@@ -110,10 +112,8 @@ class Engine:
             drafter.load(Target(self.model, self.runner.cache, pool.generations, self.max_model_len, sampler))
         self._shadows = Shadows()
         self._observe_s = 0.0   # the policy's time after the step before
-        if self.policy:
-            views = tuple(DrafterView(name, drafter.deterministic) for name, drafter in self.drafters.items())
-            costs = profile.cost_model(self) if self.policy.needs_costs and config.profile else CostModel()
-            self.policy.start(Setup(views, self.scheduler.max_k, costs))
+        self._experience.keep()
+        self.policy: Policy | None = self._experience.start(self, speculative) if speculative else None
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -184,6 +184,8 @@ class Engine:
         if self.trace:
             self.trace.write(view, feedback)
         self._observe_load()
+        if not self.scheduler.has_work():
+            self._experience.rest()
         return deltas
 
     def _plan(self, view: BatchView, clock: _Clock) -> tuple[Mapping[int, Choice], Mapping[int, Choice]]:
@@ -286,9 +288,14 @@ class Engine:
                 if verdict is not None:
                     self._shadows.compare(seq)
                 kept.append((row, num_new, num_accepted, offset))
+        alike: list[Committed] | None = None   # for drafters that want no hidden states
         for drafter in self.drafters.values():
-            layers = [out.layers[self.runner.hidden_layers.index(layer)] for layer in drafter.hidden_layers]
-            drafter.commit([_committed(*what, layers) for what in kept])
+            if drafter.hidden_layers:
+                layers = [out.layers[self.runner.hidden_layers.index(layer)] for layer in drafter.hidden_layers]
+                drafter.commit([_committed(*what, layers) for what in kept])
+            elif type(drafter).commit is not Drafter.commit:
+                alike = alike if alike is not None else [_committed(*what, ()) for what in kept]
+                drafter.commit(alike)
         for seq in finished:
             self._forget(seq)
         return deltas

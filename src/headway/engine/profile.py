@@ -43,12 +43,13 @@ logger = logging.getLogger("headway.profile")
 
 def cost_model(engine: Engine) -> CostModel:
     """The kept profile of this model on this machine when it still holds, else a new one."""
-    path = _path(engine)
+    path = path_of(engine)
     try:
         kept = CostModel.load(path)
     except (OSError, ValueError):
         kept = None
-    if kept is not None and _holds(kept, _measure(engine, CHECKED, 0.1 * BUDGET_S)):
+    if kept is not None and (ratio := _holds(kept, _measure(engine, CHECKED, 0.1 * BUDGET_S))):
+        kept.rescale(ratio)
         return kept
     costs = CostModel()
     costs.learn(_measure(engine, _grid(engine), BUDGET_S))
@@ -59,7 +60,8 @@ def cost_model(engine: Engine) -> CostModel:
     return costs
 
 
-def _path(engine: Engine) -> Path:
+def path_of(engine: Engine) -> Path:
+    """Where the profile of this model on this machine is kept."""
     model = engine.model
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _cpu_name()
     threads = torch.get_num_threads() if model.device.type == "cpu" else 0
@@ -143,9 +145,8 @@ def _sequence(index: int, token_ids: list[int], blocks: list[int]) -> Sequence:
     )
 
 
-def _holds(kept: CostModel, measured: list[tuple[Work, float]]) -> bool:
-    """Whether the measured passes are the kept profile times one factor."""
+def _holds(kept: CostModel, measured: list[tuple[Work, float]]) -> float | None:
+    """The one factor by which the measured passes differ from the kept profile; None when no single factor explains them."""
     ratios = [ms / float(kept.predict(work.num_rows, work.num_tokens, work.num_context_tokens)) for work, ms in measured]
     middle = statistics.median(ratios)
-    return all(abs(ratio / middle - 1.0) <= TOLERANCE for ratio in ratios)
-
+    return middle if all(abs(ratio / middle - 1.0) <= TOLERANCE for ratio in ratios) else None
