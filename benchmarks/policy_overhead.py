@@ -99,7 +99,8 @@ def main() -> None:
             for number in args.requests.split(","):
                 row = measure(name, workload, int(number), args)
                 rows.append(row)
-                shown = (row[key] if isinstance(row[key], (str, int)) else f"{row[key]:.3%}" if key == "share" else f"{row[key]:.1f}" for key in head)
+                shown = [row[key] if isinstance(row[key], (str, int)) else f"{row[key]:.1f}" for key in head[:-2]]
+                shown += [f"{row['share']:.3%}", f"{row['mean_k']:.1f}"]
                 print("".join(f"{value:>11}" for value in shown), flush=True)
     if profiler:
         profiler.disable()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.control.allocation import allocate
+from headway.control.allocation import allocate, allocate_few
 
 Floats = NDArray[np.float64]
 
@@ -52,6 +52,17 @@ def test_goodput_of_the_step(case: tuple[Floats, Floats]) -> None:
         return float(tokens.sum() / ms[total])
 
     assert reached(values, allocate(values, ms), goodput) == pytest.approx(best_by_force(values, goodput))
+
+
+@given(cases(), st.sampled_from([0.0, 0.05, 0.3, 2.0]))
+def test_without_arrays_it_is_the_same_choice(case: tuple[Floats, Floats], rate: float) -> None:
+    values, ms = case
+    positive = [[value for value in line if value > 0.0] for line in values.tolist()]
+    lengths = tuple(allocate_few(positive, ms.tolist(), rate))
+    found = tokens_of(values, lengths).sum() - rate * ms[sum(lengths)]
+    expected = tokens_of(values, tuple(allocate(values, ms, rate=rate).tolist()))
+    best = expected.sum() - rate * ms[int(allocate(values, ms, rate=rate).sum())]
+    assert found == pytest.approx(best)
 
 
 @given(cases(), st.sampled_from([0.0, 0.05, 0.3, 2.0]))

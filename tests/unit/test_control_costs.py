@@ -222,3 +222,38 @@ def test_memory_is_bounded() -> None:
         rows = int(random.integers(1, 500))
         model.observe(feedback(Work(rows, rows * int(random.integers(1, 20)), rows * int(random.integers(1, 5000))), 10.0))
     assert len(model.to_json()["target"]["cells"]) <= 320
+
+
+def test_the_curve_is_the_prediction() -> None:
+    random = np.random.default_rng(8)
+    model = CostModel()
+    model.learn(profile(memory_bound, random))
+    for rows, tokens, drafts, context, prefill in ((1, 1, 8, 300, 0), (8, 8, 64, 4000, 0), (4, 104, 20, 900, 100), (64, 999, 80, 9000, 0)):
+        expected = model.predict(rows, np.arange(tokens, tokens + drafts + 1), context, prefill)
+        assert model.curve(rows, tokens, drafts, context, prefill) == pytest.approx(expected.tolist())
+
+
+def test_what_verifying_at_all_costs_is_learned() -> None:
+    """2 ms for the first draft, next to nothing for further ones: seen in steps of some sizes, expected of others."""
+    def truth(work: Work) -> float:
+        return 10.0 + 0.05 * work.num_tokens + 2.0 * (work.num_tokens > work.num_rows)
+
+    random = np.random.default_rng(9)
+    model = CostModel()
+    for _ in range(800):
+        rows = int(random.integers(1, 17))
+        work = Work(rows, rows + int(random.integers(0, 3)) * rows, rows * 200)
+        model.observe(feedback(work, truth(work) * math.exp(0.04 * random.normal())))
+    plain, one, two = model.curve(12, 12, 2, 12 * 200)
+    assert one - plain == pytest.approx(2.0, abs=0.7)
+    assert two - one < 0.5
+
+
+def test_another_speed_is_taken_over_when_it_is_plain() -> None:
+    model = CostModel()
+    model.learn(profile(memory_bound, np.random.default_rng(1)))
+    before = predict(model, Work(4, 8, 400))
+    model.rescale(1.02)
+    assert predict(model, Work(4, 8, 400)) == before
+    model.rescale(2.0)
+    assert predict(model, Work(4, 8, 400)) == pytest.approx(2.0 * before)

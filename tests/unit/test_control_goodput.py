@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,6 +248,46 @@ def test_latency_favours_the_slow() -> None:
 def test_bad_options(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         Goodput.Options(**{name: value})   # type: ignore[arg-type]
+
+
+# -- from one run to the next ---------------------------------------------------------------------------------------------
+
+
+class Warm(Goodput):
+    def __init__(self, kept: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._given = kept
+
+    def start(self, setup: Setup) -> None:
+        super().start(dataclasses.replace(setup, kept=self._given))
+
+
+@pytest.mark.parametrize("before", ["edit", "never"])
+@pytest.mark.parametrize("after", ["edit", "never", "half"])
+def test_what_was_learned_helps_and_is_unlearned(before: str, after: str) -> None:
+    """The first 80 steps after another run, of the same or of another workload: never much worse than without any memory."""
+    first = run(Goodput(), World(8, WORKLOADS[before], drafters=SUFFIX), STEPS).policy
+    kept = json.loads(json.dumps(first.to_json()))
+    assert kept["suffix"]["worth"] == first._drafters[0].worth.pool   # type: ignore[attr-defined]
+    worlds = [World(8, WORKLOADS[after], drafters=SUFFIX, seed=seed) for seed in (1, 2, 3, 4)]
+    warm = sum(run(Warm(kept), world, 80).rate() for world in worlds)
+    cold = sum(run(Goodput(), world, 80).rate() for world in worlds)
+    assert warm >= 0.97 * cold
+
+
+def test_too_little_to_keep() -> None:
+    assert run(Goodput(), World(2, WORKLOADS["edit"], drafters=SUFFIX), 5).policy.to_json() == {}
+
+
+def test_nobody_is_asked_when_deciding_costs_more_than_it_gains() -> None:
+    """Drafts bring 1 % of a step; the policy says it takes 3 % of one."""
+    little = World(4, always(Texture(hit=0.2, rate=0.6, length=1)), drafters=SUFFIX, cost=gpu)
+
+    class Slow(Goodput):
+        def observe(self, feedback: Feedback) -> None:
+            super().observe(dataclasses.replace(feedback, policy_ms=0.6))
+
+    assert run(Goodput(), little, 300).drafts[100:].sum() > 4 * run(Slow(), little, 300).drafts[100:].sum()
 
 
 # -- what must never break it -------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def _provenance(document: Mapping[str, Any], analysis: Analysis) -> str:
     text = (
         "In one block every configuration answers the same prompts, one after the other on one loaded model; the next repeat runs in "
         "the opposite order. A figure is the median over repeats, a ratio one median over the other. Drafters, policy and prefix cache "
-        "start afresh in every run, so what a policy learns, it learns inside the run. The best static k is picked with hindsight in "
-        "each cell."
+        "start afresh in every run; measured costs and what a policy learned in its earlier runs, whatever their workload was, stay, as "
+        "in a server. The best static k is picked with hindsight in each cell."
     )
     return "<table>" + "".join(f"<tr><td>{name}</td><td style='text-align:left'>{value}</td></tr>" for name, value in rows) + (
         f"</table><p class='note'>{text}</p>"

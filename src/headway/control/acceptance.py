@@ -329,7 +329,8 @@ def _scaled(p: FloatArray, odds_ratio: FloatArray) -> FloatArray:
 def _levels(confidence: FloatArray) -> IntArray:
     """Which entry of the tables: in half percents, the last one where there is none (NaN)."""
     known = np.isfinite(confidence)
-    level: IntArray = np.where(known, np.rint(_LEVELS * np.minimum(1.0, np.maximum(0.0, np.where(known, confidence, 0.0)))), _LEVELS + 1).astype(np.int64)
+    rate = np.minimum(1.0, np.maximum(0.0, np.where(known, confidence, 0.0)))
+    level: IntArray = np.where(known, np.rint(_LEVELS * rate), _LEVELS + 1).astype(np.int64)
     return level
 
 

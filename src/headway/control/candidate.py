@@ -17,15 +17,14 @@ from headway.types import SequenceFeedback, ShadowFeedback
 
 FloatArray = NDArray[np.float64]
 
-PROBE_SHARE = 0.005      # of the time, over all drafters
 FIRST_ASKS = 32          # asks of a new drafter, half of them in one step, before a whole large batch asks it
-KNOWN_ASKS = 8           # of one that was known in an earlier run
+KNOWN_ASKS = 16          # of one that was known in an earlier run
 _LONGEST_REST = 8        # steps between two decisions that count as time to earn probes
 _PRICED_STEPS = 8        # steps for which a price holds
-_LEAST_JUDGED = 6        # judged tokens that are waited for before the acceptance model learns, while it knows little
+_LEAST_JUDGED = 12       # judged tokens that are waited for before the acceptance model learns, while it knows little
 _ENOUGH_JUDGED = 128     # and later: learning has its price by the call
 _MOST = 24               # drafts, or asks, that are learned from in a step
-_LONGEST_WAIT = 12       # steps
+_LONGEST_WAIT = 16       # steps
 _YOUNG = 200             # judged tokens up to which it knows little
 
 
@@ -71,14 +70,15 @@ class Candidate:
         """Milliseconds that drafting to the end costs more than one draft."""
         return self._costs.predict_draft(self.name, num_rows, self.max_k) - self._costs.predict_draft(self.name, num_rows, 1)
 
-    def affords(self, step: int, plain_ms: float, num_others: int, num_unseen: int) -> bool:
+    def affords(self, step: int, income: float, num_others: int, num_unseen: int, deciding_ms: float) -> bool:
         """Whether to try it on all `num_others` sequences for which it does not seem to pay, now: all at once, since verifying pays for
-        its fixed costs only when many have something to verify. `num_unseen`: tokens it would have to catch up with."""
+        its fixed costs only when many have something to verify. `income`: milliseconds a step that may go into this; `num_unseen`: tokens
+        it would have to catch up with; `deciding_ms`: what a step with drafts takes of the policy's own time."""
         fixed, each, per_unseen = self.prices(step)
-        price = fixed + each * num_others + per_unseen * num_unseen
+        price = fixed + each * num_others + per_unseen * num_unseen + deciding_ms
         elapsed = max(1, min(_LONGEST_REST, step - self._probed_at))
         self._probed_at = step
-        self._credit = min(self._credit + elapsed * PROBE_SHARE * plain_ms, 2.0 * price)
+        self._credit = min(self._credit + elapsed * income, 2.0 * price)
         if num_others == 0 or self._credit < price or (self.account.off and step < self.account.until):
             return False
         self._credit -= price
@@ -140,6 +140,7 @@ class Candidate:
         self.sighted.load(saved["sighted"])
         self.blind.load(saved["blind"])
         self.worth.pool, self.depth, self.first_asks = worth, depth, KNOWN_ASKS
+        self._judged.num_taught = self._blindly_judged.num_taught = _YOUNG
 
 
 _T = TypeVar("_T")
@@ -157,7 +158,7 @@ class _Judged:
     """Judged tokens that were not learned from yet, as columns."""
 
     def __init__(self) -> None:
-        self._num_taught = 0
+        self.num_taught = 0
         self._clear(0)
 
     def _clear(self, step: int) -> None:
@@ -187,9 +188,9 @@ class _Judged:
 
     def teach(self, model: Acceptance, step: int) -> None:
         """When enough has come together, or the first of it has waited long enough."""
-        young = self._num_taught < _YOUNG
+        young = self.num_taught < _YOUNG
         if not self._hits or (len(self._hits) < (_LEAST_JUDGED if young else _ENOUGH_JUDGED) and 0 <= step - self._since < _LONGEST_WAIT):
             return
-        self._num_taught += len(self._hits)
+        self.num_taught += len(self._hits)
         model.learn(self._seq_ids, np.array(self._positions), np.array(self._hits), np.array(self._confidence, dtype=np.float64))
         self._clear(step)

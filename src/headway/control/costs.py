@@ -45,8 +45,8 @@ _MEMORY = 24.0          # observations a cell remembers
 _PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
 _HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
 _MAX_CELLS = 320
-_WELL_KNOWN = 100       # observations of a drafter after which only one step in
-_SELDOM = 4             # is learned from: learning has its price
+_WELL_KNOWN = 256       # observations after which only one step in
+_SELDOM = 3             # is learned from: learning has its price
 _REFIT_EVERY = 128      # observations, at most
 _FIRST_REFIT = 32       # observations after a profile or what was kept has been read
 _RECENT = 128           # errors that `error` is the median of
@@ -158,7 +158,7 @@ class CostModel:
                 fit = self._drafters.get(part.drafter)
                 if fit is None:
                     fit = self._drafters[part.drafter] = _Fit(_draft_design, _DRAFT_SMOOTH)
-                if fit.num_observed > _WELL_KNOWN and feedback.step % _SELDOM:
+                if fit.num_observed >= _WELL_KNOWN and feedback.step % _SELDOM:
                     continue
                 asked = (part.num_rows, part.num_steps, part.num_catch_up)
                 fit.observe(asked, part.draft_ms, _draft_ms(fit, *asked))
@@ -235,7 +235,7 @@ class _Fit:
         self._design = design
         self._smooth = smooth       # [d, s]: which coefficients a smooth curve of s parameters consists of
         self._cells: dict[tuple[int, ...], _Cell] = {}
-        self._recent = np.zeros(_RECENT)
+        self._recent = [0.0] * _RECENT
         self._num_recent = 0
         self._next_refit = 2
         self._trusted = False
@@ -261,7 +261,7 @@ class _Fit:
             self.num_observed += 1
             return
         log_error = math.log(ms / predicted)
-        if self._num_recent % 16 == 0 or self._num_recent == 8:
+        if self._num_recent % 32 == 0 or self._num_recent == 8:
             self._typical = max(0.02, 1.5 * self.error) if self._num_recent else 0.3
         self._recent[self._num_recent % _RECENT] = abs(predicted / ms - 1.0)
         self._num_recent += 1
@@ -281,8 +281,9 @@ class _Fit:
             self.speed *= math.exp(float(np.median(self._outliers)))
             self._outliers = []
             self.refit()
-        self.learn(raw, ms)
         changed = abs(math.log(self.speed / self._fitted_speed)) > _REGIME
+        if changed or self.num_observed < _WELL_KNOWN or self.num_observed % _SELDOM == 0:
+            self.learn(raw, ms)
         if changed or self.num_observed >= self._next_refit:
             # The longer nothing changes, the less there is to learn.
             self._next_refit = self.num_observed + min(_REFIT_EVERY, max(2, self.num_observed // 2))
@@ -356,7 +357,7 @@ class _Fit:
 
 
 def _nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray) -> FloatArray:
-    """min x' gram x / 2 - target' x over x >= 0, exactly, for a positive definite `gram`; quick when the positive entries are those of `start`.
+    """min x' gram x / 2 - target' x over x >= 0, exactly, for a positive definite `gram`. Quick when `start` is positive where x is.
 
     Block principal pivoting (Kim and Park 2011): solve on the positive entries, then exchange all that have the wrong sign; one at a time
     when that does not lead on.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 FIRST = 1.0             # tokens, before anything is known
 _POOL_SHARE = 0.01      # of one more ask in the pool's mean, once it has 1 / _POOL_SHARE of them
+_PROBED_SHARE = 0.03
 _OWN_SHARE = 0.08       # of one more ask in a request's mean, once it has 1 / _OWN_SHARE of them
 _PRIOR_ASKS = 3.0       # that the pool's mean counts for in a new request's
 _TRUST = (0.1, 0.5, 1.0)
@@ -54,8 +55,8 @@ class Worth:
         idle = step - own.asked_at
         return float(self.pool + self._trust * (gap if idle < 8 else gap * 0.5 ** (idle / _DRIFT_STEPS)))
 
-    def learn(self, seq_id: int, gain: float) -> None:
-        """Tokens net that asking brought."""
+    def learn(self, seq_id: int, gain: float, *, probed: bool = False) -> None:
+        """Tokens net that asking brought. Of a probe the pool learns more: there are few of them."""
         own = self.of(seq_id)
         gap, keep = own.mean - self.pool, 1.0 - 1.0 / _TRUST_MEMORY
         missed = self.pool - gain
@@ -64,7 +65,8 @@ class Worth:
         own.asks += 1.0
         own.mean += max(_OWN_SHARE, 1.0 / own.asks) * (gain - own.mean)
         self.num_learned += 1
-        self.pool += max(_POOL_SHARE, 1.0 / (self.num_learned + _PRIOR_ASKS)) * (gain - self.pool)
+        share = _PROBED_SHARE if probed else _POOL_SHARE
+        self.pool += max(share, 1.0 / (self.num_learned + _PRIOR_ASKS)) * (gain - self.pool)
 
     def restart(self, pool: float) -> None:
         """Forgets what the asks were worth; everybody starts at `pool`."""

@@ -12,12 +12,12 @@ reached lately. Every decision compares tokens gained with milliseconds spent at
 Sampled drafts get their length from statistics known before they are drawn and are verified whole, as the losslessness rule of
 control/policy.py demands. Drafts that are a function of the prefix are trimmed after drafting, when their confidence is known.
 
-Exploration is paid from a bucket per drafter, together PROBE_SHARE (candidate.py) of the time: requests it does not seem to pay for are
+Exploration is paid from a bucket per drafter, together PROBE_SHARE of the time: requests it does not seem to pay for are
 tried again, all at once; where another drafter is at work, with a shadow draft that is not verified.
 
 What is decided before drafting holds for HOLD_STEPS while the batch stays the same, and when nobody is worth asking nothing is decided
-for REST_STEPS: deciding has its price, too. Prices of a token, of acceptance and of drafting outlive a run (`to_json`), as a first
-guess that the first requests test.
+for REST_STEPS. The policy's own time has a price, too: when all that asking would gain is less than that, nobody is asked. What is
+known of acceptance and worth outlives a run (`to_json`), as a first guess that the first requests test.
 
 The guard (control/guard.py) compares with a measured counterfactual. Guaranteed, while costs and acceptance change more slowly
 than it remembers (150 steps): time lost against plain decoding is at most about PROBE_SHARE for probes, plus TOLERANCE that
@@ -46,6 +46,7 @@ from headway.types import Choice, Feedback, Forecast, SequenceFeedback, ShadowFe
 FloatArray = NDArray[np.float64]
 
 OBJECTIVES = ("throughput", "latency")
+PROBE_SHARE = 0.005      # of the time, over all drafters
 WAKE_STEPS = 16          # steps over which catching up after a sleep is written off
 REST_STEPS = 6           # steps decided at once when nobody is worth asking: then deciding must cost nothing, too
 HOLD_STEPS = 4           # steps for which it stays decided who is asked, while the batch is the same
@@ -56,6 +57,7 @@ _FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _NUM_SHADOWS = 8         # shadow drafts before it is judged whether a drafter comes back
 _SPEEDUP_MEMORY = 100.0  # steps
+_DECIDING_MEMORY = 50.0  # steps
 _FEW = 96                # drafts up to which lists are quicker than arrays
 _NOBODY = -1
 
@@ -85,6 +87,7 @@ class Goodput(Policy):
         self._by_name = {drafter.name: drafter for drafter in self._drafters}
         self._plain = Plain()
         self._speedup = Mean(_SPEEDUP_MEMORY, 1.0, 1.0)
+        self._deciding = Mean(_DECIDING_MEMORY)   # milliseconds of the policy's own time in a step with drafts
         self._step: _Step | None = None
         self._held = _Held([], 0, {}, {})
         self._wishes: dict[int, Choice] = {}   # shadow drafts of this step
@@ -158,10 +161,11 @@ class Goodput(Policy):
         step.plan, step.asked = held.plan, held.asked
         if not held.plan:
             self._rests_until = step.number + REST_STEPS
+        income = PROBE_SHARE * step.plain_ms / len(self._drafters)
         for index, drafter in enumerate(self._drafters):
             others = [i for i, who in enumerate(owner) if who != index]
             unseen = sum([able[i].num_context - 1 - known[index][i].seen for i in others])
-            if not drafter.affords(step.number, step.plain_ms, len(others), unseen):
+            if not drafter.affords(step.number, income, len(others), unseen, self._deciding.value):
                 continue
             free = [i for i in others if owner[i] == _NOBODY and not drafter.account.off]
             if step.plan is held.plan:
@@ -214,7 +218,12 @@ class Goodput(Policy):
             <= step.rate * self._drafters[index].prices(step.number)[0]
         ]  # fmt: skip
         # A group that does not pay for its drafter's fixed cost. Who would have been second in it waits for the next decision.
-        return [_NOBODY if who in poor else who for who in owner] if poor else owner
+        for i, who in enumerate(owner):
+            if who in poor:
+                best[i], owner[i] = 0.0, _NOBODY
+        if sum(best) <= step.rate * self._deciding.value and not any(drafter.is_new for drafter in self._drafters):
+            return [_NOBODY] * len(owner)
+        return owner
 
     def _target(self, seq: SequenceView) -> float:
         """Milliseconds per token that the request may take."""
@@ -225,7 +234,7 @@ class Goodput(Policy):
         """How many drafts to ask for, per sequence."""
         longest, num_rows = drafter.max_k, len(sequences)
         steep = drafter.rise(num_rows) > STEEP * step.plain_ms
-        drafter.blind_used = steep or not (drafter.deterministic or all([seq.greedy for seq in sequences]))
+        drafter.blind_used = steep or not (drafter.deterministic or all(seq.greedy for seq in sequences))
         if drafter.is_new:
             # What depth costs shows only when it varies.
             return [min(longest, _FIRST_DEPTHS[step.number % len(_FIRST_DEPTHS)])] * num_rows
@@ -271,7 +280,7 @@ class Goodput(Policy):
             num_rows + (step.num_prefill > 0), num_rows + step.num_prefill + whole, num_free, step.num_context + step.num_prefill,
             step.num_prefill,
         )  # fmt: skip
-        has_target = self.options.tpot_slo_ms is not None or any([seq.tpot_slo_ms for seq in step.sequences])
+        has_target = self.options.tpot_slo_ms is not None or any(seq.tpot_slo_ms for seq in step.sequences)
         if num_free <= _FEW and self.options.objective == "throughput" and not has_target:
             lengths, gained = self._few(free, step, step_ms)
         else:
@@ -340,6 +349,11 @@ class Goodput(Policy):
 
     def _compare(self, step: _Step, feedback: Feedback, verified: Mapping[str, list[SequenceFeedback]]) -> None:
         """The step against a plain one, and each drafter's part in the difference, in plain steps."""
+        if not (verified or feedback.drafters):
+            self._plain.observe(feedback.step_ms / max(1e-3, step.predicted_ms), self._costs.speed)
+            self._speedup.observe(step.plain_ms / feedback.step_ms, min(20.0, feedback.step_ms / step.plain_ms))
+            return
+        self._deciding.observe(min(feedback.policy_ms, 0.1 * step.plain_ms))
         drafting = {part.drafter: part.draft_ms for part in feedback.drafters}
         rest = max(1e-3, feedback.step_ms - sum(drafting.values()))
         num_rows = len(feedback.sequences)
@@ -374,14 +388,15 @@ class Goodput(Policy):
             for shadow in watched:
                 if (asked := drafter.watched.pop(shadow.seq_id, None)) is not None:
                     gain = max(0.0, shadow.num_confirmed - asked * min(shadow.num_drafts, shadow.num_confirmed + 1))
-                    drafter.worth.learn(shadow.seq_id, gain)
+                    drafter.worth.learn(shadow.seq_id, gain, probed=True)
             if step is not None:
                 self._tell(drafter, step)
         if step is not None and step.asked:
             price = step.rate * step.verify_ms
             for seq in some(feedback.sequences, feedback.step):
                 if (candidate := step.asked.get(seq.seq_id)) is not None:
-                    candidate.worth.learn(seq.seq_id, seq.num_accepted - price * seq.num_drafts)
+                    gain = seq.num_accepted - price * seq.num_drafts
+                    candidate.worth.learn(seq.seq_id, gain, probed=seq.seq_id not in self._held.asked)
 
     def _tell(self, drafter: Candidate, step: _Step) -> None:
         """Switches a drafter on again when its shadow drafts promise a profit; says when one begins or ceases to be asked."""
