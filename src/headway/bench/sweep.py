@@ -2,8 +2,8 @@
 
 A *cell* is a workload at a load. In one *block* every configuration answers the same prompts of a cell, one after the other, the next
 repeat in the opposite order (A B C, C B A): a machine that drifts drifts for all of them. Between two runs drafters, policy and prefix
-cache are built anew; the model stays, and so do measured costs and what a policy learned in its earlier runs, whatever their workload was: a
-server keeps them, too. The results file is rewritten after every run and is also what a resumed sweep continues from.
+cache are built anew; the model stays, and so do measured costs and what a policy learned in its earlier runs, whatever their workload
+was: a server keeps them, too. The results file is rewritten after every run and is also what a resumed sweep continues from.
 """
 
 from __future__ import annotations
