@@ -136,6 +136,7 @@ def offline(model_directory: str) -> Iterator[Callable[..., Any]]:
     import gc
 
     from vllm import LLM
+    from vllm.triton_utils import dispatcher
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     held: list[Any] = []
@@ -149,6 +150,8 @@ def offline(model_directory: str) -> Iterator[Callable[..., Any]]:
         close()
         defaults = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16, "enforce_eager": True, "disable_log_stats": False}
         held.append(LLM(model_directory, **(defaults | kwargs)))
+        # vLLM points every module to its kernels anew for each LLM, and trips over numba's functions once ngram has loaded it.
+        dispatcher._rebind_kernels = lambda overrides: None
         return held[-1]
 
     yield make

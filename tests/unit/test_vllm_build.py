@@ -1,0 +1,124 @@
+"""The parts of a scheduler inside vLLM: what switches Headway off, what is refused, what is kept between starts. Needs no vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headway.control.costs import CostModel, Work
+from headway.control.trace import read_trace
+from headway.errors import ConfigError
+from headway.vllm import compat
+from headway.vllm.build import Parts, build, refuse_data_parallel
+from tests.unit.test_vllm_pilot import Engine, Recorder, request
+
+
+def scheduler(method: str | None = "ngram", data_parallel_size: int = 1, is_async: bool = False, **headway: Any) -> Any:
+    config = SimpleNamespace(
+        additional_config={"headway": headway}, speculative_config=SimpleNamespace(method=method) if method else None,
+        num_speculative_tokens=4, cache_config=SimpleNamespace(block_size=16),
+        model_config=SimpleNamespace(model="tiny", dtype="torch.float32", quantization=None),
+        parallel_config=SimpleNamespace(data_parallel_size=data_parallel_size, tensor_parallel_size=1, pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=is_async, max_num_batched_tokens=64),
+    )  # fmt: skip
+    engine: Any = Engine(Recorder())
+    engine.vllm_config, engine.num_spec_tokens = config, 4 if method else 0
+    return engine
+
+
+def built(*args: Any, **kwargs: Any) -> Parts:
+    return build(scheduler(*args, **{"costs": "off"} | kwargs), "0.32.0")
+
+
+def test_at_work() -> None:
+    parts = built()
+    assert parts.pilot is not None
+    assert (parts.counters.off, parts.counters.policy, parts.counters.drafter, parts.counters.max_k) == ("", "goodput", "ngram", 4)
+    assert not parts.drafts_all
+
+
+@pytest.mark.parametrize(("given", "reason"), [({"enabled": False}, "enabled"), ({"method": None}, "speculative-config")])
+def test_off(given: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    parts = built(**given)
+    assert parts.pilot is None
+    assert reason in parts.counters.off
+    assert "Headway is off" in caplog.text
+
+
+@pytest.mark.parametrize(("method", "is_async"), [("suffix", False), ("medusa", False), ("eagle3", True)])
+def test_drafters_that_must_draft_all(method: str, is_async: bool) -> None:
+    parts = built(method, is_async=is_async)
+    assert parts.num_to_draft() == 4
+    assert parts.drafts_all
+
+
+def test_a_wrong_setting_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match="policy"):
+        built(polcy="static")
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "medusa"])
+def test_data_parallel_ranks_must_not_disagree(method: str) -> None:
+    with pytest.raises(ConfigError, match="hang"):
+        built(method, data_parallel_size=2)
+    refuse_data_parallel(method, 1)
+    assert built("ngram", data_parallel_size=2).pilot is not None
+
+
+def test_costs_are_kept_between_starts(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "costs.json"
+    parts = built(costs=str(path))
+    assert parts.costs is not None
+    parts.costs.learn([(Work(4, 4 + n, 400), 10.0 + n) for n in range(8)])
+    parts.close()
+    assert not path.exists(), "nothing was observed: nothing to keep"
+    parts.costs._target.num_observed = 3
+    parts.close()
+    again = built(costs=str(path))
+    assert again.costs is not None
+    assert float(again.costs.predict(4, 8, 400)) == pytest.approx(float(parts.costs.predict(4, 8, 400)), rel=0.05)
+    path.write_text("damaged")
+    assert built(costs=str(path)).costs.num_observed == CostModel().num_observed   # type: ignore[union-attr]
+
+
+def test_a_trace_is_written(tmp_path: Path) -> None:
+    engine = scheduler(trace=str(tmp_path / "trace.jsonl"), costs="off")
+    parts = build(engine, "0.32.0")
+    assert parts.pilot is not None
+    engine.pilot = parts.pilot
+    engine.add(request("a", [1, 2, 3]))
+    engine.step({"a": [7, 8]}, a=[6])
+    engine.step({}, a=[7, 8, 9])
+    parts.close()
+    trace = read_trace(tmp_path / "trace.jsonl")
+    assert (trace.max_k, trace.drafters) == (4, ("ngram",))
+    assert [seq.num_accepted for step in trace.steps for seq in step.feedback.sequences] == [0, 2]
+
+
+class Known:
+    def schedule(self, throttle: bool = False) -> None: ...
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
+    def _update_after_schedule(self, scheduler_output: Any) -> None: ...
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None: ...
+    def make_stats(self, **kwargs: Any) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class Renamed(Known):
+    make_stats = None   # type: ignore[assignment]
+
+    def update_from_output(self, output: Any) -> None: ...   # type: ignore[override]
+
+
+def test_another_vllm_is_looked_at_before_it_is_used() -> None:
+    assert compat.is_tested("0.32.0")
+    assert compat.is_tested("0.31.1+cpu")
+    assert not compat.is_tested("0.33.0")
+    assert not compat.is_tested("0.3.2")
+    assert compat.problems("0.40.0", Known) == []
+    found = compat.problems("0.40.0", Renamed)
+    assert len(found) == 3
+    assert "Renamed.make_stats" in found[-1]
