@@ -1,19 +1,24 @@
 """The compiled CPU kernels (headway/native): one small C library per instruction set, plain shared objects that know nothing of Python.
 
 They are optional: where no compiler is there or it fails, a warning is printed and the engine runs on PyTorch alone.
+
+And the speculators that ship with Headway: speculators/ of the checkout becomes headway/speculators/ of a wheel.
 """
 
 import os
 import platform
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 SOURCES = [f"src/headway/native/{name}.c" for name in ("attention", "draft", "elementwise", "linear", "parallel", "sampling", "stack")]
 _HEADERS = ("attention_impl", "each_type", "elementwise_impl", "kernels", "parallel", "simd", "stack")
 HEADERS = [f"src/headway/native/{name}.h" for name in _HEADERS]
+SPECULATORS = [path for pattern in ("config.json", "model.safetensors", "README.md") for path in Path("speculators").glob(f"*/{pattern}")]
 COMMON = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
@@ -32,6 +37,18 @@ class BuildKernels(build_ext):
         return fullname.replace(".", "/") + ".so"
 
 
+class BuildWithSpeculators(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:   # a checkout reads its own
+            for path in SPECULATORS:
+                self.mkpath(str(Path(self.build_lib, "headway", path).parent))
+                self.copy_file(str(path), str(Path(self.build_lib, "headway", path)))
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return [*super().get_outputs(include_bytecode), *(str(Path(self.build_lib, "headway", path)) for path in SPECULATORS)]
+
+
 class AnyPythonWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
@@ -46,5 +63,5 @@ setup(
         for variant, flags in FLAGS.get(platform.machine(), {}).items()
         if sys.platform != "win32"
     ],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
+    cmdclass={"build_py": BuildWithSpeculators, "build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
 )

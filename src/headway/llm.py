@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from headway.config import EngineConfig, SpeculativeConfig
+from headway.drafters._automatic import spell_out
 from headway.engine.engine import Engine
 from headway.engine.tokenizer import Message, Tokenizer
 from headway.errors import InvalidRequestError, unknown_key
@@ -73,7 +74,7 @@ class Piece:
 class LLM:
     """A model in this process.
 
-    Takes EngineConfig's fields as keywords, and `speculative_config`: vLLM's mapping, "default" (on), or None (off).
+    Takes EngineConfig's fields as keywords, and `speculative_config`: vLLM's mapping, "default" (on), "auto", or None (off).
     Raises TypeError for an unknown keyword, ConfigError or ModelError for what cannot work.
     """
 
@@ -82,7 +83,8 @@ class LLM:
         for name in options:
             if name not in accepted:
                 raise TypeError(unknown_key("keyword", name, {*accepted, "model", "speculative_config"}))
-        config = EngineConfig(model=model, speculative=SpeculativeConfig.parse(speculative_config), **options)
+        speculative, _ = spell_out(speculative_config, model)
+        config = EngineConfig(model=model, speculative=SpeculativeConfig.parse(speculative), **options)
         self.engine = Engine(config, progress=sys.stderr.isatty())
         self._request_ids = itertools.count()
 

@@ -16,6 +16,7 @@ import pytest
 
 from headway.cli import flags, generate, main, sampling, settings
 from headway.config import EngineConfig, SpeculativeConfig, option
+from headway.drafters._automatic import spell_out
 from headway.errors import ConfigError, ModelError
 from headway.server.options import ServerOptions
 from headway.types import SamplingParams
@@ -64,7 +65,7 @@ def test_every_field_of_the_configs_is_a_flag(read: Read) -> None:
 
 def test_defaults_are_the_dataclasses_own_and_speculation_is_on(read: Read) -> None:
     config, _ = settings.engine_config(read())
-    assert config == EngineConfig(speculative=SpeculativeConfig.parse("default"))
+    assert config == EngineConfig(speculative=SpeculativeConfig.parse(spell_out("default", EngineConfig.model)[0]))
 
 
 def test_fields_of_every_kind_become_flags() -> None:
@@ -118,7 +119,7 @@ def test_bytes_that_are_none(text: str) -> None:
     ],
 )
 def test_both_spellings_of_speculation(read: Read, words: list[str], given: Any) -> None:
-    assert settings.engine_config(read(*words))[0].speculative == SpeculativeConfig.parse(given)
+    assert settings.engine_config(read(*words))[0].speculative == SpeculativeConfig.parse(spell_out(given, EngineConfig.model)[0])
 
 
 @pytest.mark.parametrize(

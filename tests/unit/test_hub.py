@@ -257,7 +257,7 @@ class FakeHub:
         self.directory, self.cached = directory, cached
         self.asked: list[bool] = []
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
-        monkeypatch.setattr(hub, "_hub_answers", lambda hub_id: directory is not None)
+        monkeypatch.setattr(hub, "download_size", lambda hub_id: 0 if directory is not None else None)
 
     def snapshot_download(self, hub_id: str, *, local_files_only: bool, **_: object) -> str:
         self.asked.append(local_files_only)
@@ -341,4 +341,4 @@ def test_offline_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: pytest.fail("asked the hub while offline"))
-    assert hub._hub_answers("org/name") is False
+    assert hub.download_size("org/name") is None

@@ -4,6 +4,7 @@
     default             nobody said anything
     flag --x            the command line
     file PATH           the file given with --config
+    shipped for MODEL   the speculator that comes with Headway (published for MODEL: one from the hub), in the default and with "auto"
     method suffix       the default of the chosen drafter's own option, or what choosing it implies
     policy batch_table  likewise for the policy
     implied by KEY      a key chose it by being present
@@ -22,6 +23,7 @@ from typing import Any
 from headway import plugins
 from headway.cli.flags import add_fields, positive_int
 from headway.config import POLICY_KEYS, EngineConfig, SpeculativeConfig
+from headway.drafters._automatic import spell_out
 from headway.errors import ConfigError
 
 SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens", "spec_policy": "policy"}
@@ -53,9 +55,9 @@ def _add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("speculation", argument_default=argparse.SUPPRESS)
     group.add_argument(
         "-sc", "--speculative-config", "--spec", dest="speculative_config", metavar="JSON",
-        help='off, default, a drafter\'s name, or JSON such as {"method": "ngram", "num_speculative_tokens": 4} (default: default)',
+        help='off, default, auto, a drafter\'s name, or JSON such as {"method": "ngram", "num_speculative_tokens": 4} (default: default)',
     )
-    group.add_argument("--spec-method", metavar="NAME", help="drafter; see `headway list drafters`")
+    group.add_argument("--spec-method", metavar="NAME", help="drafter, see `headway list drafters`; or auto")
     group.add_argument("--spec-model", metavar="MODEL", help="draft model, for the drafters that have one")
     group.add_argument("--spec-tokens", type=positive_int, metavar="N", help="upper bound on drafts per sequence and step")
     group.add_argument("--spec-policy", metavar="NAME[:KEY=VALUE,...]", help="how many drafts, step by step; see `headway list policies`")
@@ -68,7 +70,7 @@ def engine_config(args: argparse.Namespace) -> tuple[EngineConfig, list[Setting]
         if "model" in given:
             raise ConfigError("the model was given twice: as MODEL and as --model")
         given["model"] = given["model_name"]
-    speculative, settings = speculation(args)
+    speculative, settings = speculation(args, given.get("model", EngineConfig.model))
     values = {f.name: given[f.name] for f in dataclasses.fields(EngineConfig) if f.name in given and f.name != "speculative"}
     config = EngineConfig(**values, speculative=speculative)
     own = [
@@ -85,26 +87,25 @@ def source_of(args: argparse.Namespace, name: str) -> str:
     return "flag MODEL" if name == "model_name" else "flag --" + name.replace("_", "-")
 
 
-def speculation(args: argparse.Namespace) -> tuple[SpeculativeConfig | None, list[Setting]]:
-    """The speculation flags, read as one config. Raises ConfigError for a combination of both spellings."""
+def speculation(args: argparse.Namespace, model: str) -> tuple[SpeculativeConfig | None, list[Setting]]:
+    """The speculation flags, read as one config for this model. Raises ConfigError for a combination of both spellings."""
     shortcuts = {name: getattr(args, name) for name in SHORTCUTS if hasattr(args, name)}
     if shortcuts and hasattr(args, "speculative_config"):
         names = ", ".join("--" + name.replace("_", "-") for name in shortcuts)
         raise ConfigError(f"{names} cannot be combined with --speculative-config: put it into the JSON")
     if shortcuts:
-        given = {SHORTCUTS[name]: policy_from_text(value) if name == "spec_policy" else value for name, value in shortcuts.items()}
+        value: Any = {SHORTCUTS[name]: policy_from_text(given) if name == "spec_policy" else given for name, given in shortcuts.items()}
         sources = {SHORTCUTS[name]: source_of(args, name) for name in shortcuts}
     else:
-        text = getattr(args, "speculative_config", DEFAULT_SPECULATION)
-        source = source_of(args, "speculative_config")
-        parsed = SpeculativeConfig.parse(text)
-        if parsed is None:
-            return None, [Setting("speculative", None, source)]
-        given = json.loads(text) if text.lstrip().startswith("{") else {"method": parsed.method}
-        sources = dict.fromkeys(given, source)
-    config = SpeculativeConfig.parse(given)
-    assert config is not None
-    return config, _speculation_settings(config, given, sources)
+        value, sources = getattr(args, "speculative_config", DEFAULT_SPECULATION), {}
+    value, filled_in = spell_out(value, model)
+    source = source_of(args, "speculative_config")
+    config = SpeculativeConfig.parse(value)
+    if config is None:
+        return None, [Setting("speculative", None, source)]
+    if isinstance(value, str):
+        value = json.loads(value) if value.lstrip().startswith("{") else {"method": config.method}
+    return config, _speculation_settings(config, value, {**dict.fromkeys(value, source), **sources, **filled_in})
 
 
 def _speculation_settings(config: SpeculativeConfig, given: Mapping[str, Any], sources: dict[str, str]) -> list[Setting]:
@@ -127,6 +128,8 @@ def _speculation_settings(config: SpeculativeConfig, given: Mapping[str, Any], s
         cls = plugins.load("drafter" if kind == "method" else "policy", name)
         defaults = dataclasses.asdict(cls.Options(**options)) if hasattr(cls, "Options") else {}
         prefix = f"speculative.{name}." if kind == "method" and several else "speculative."
+        if kind == "method" and "model" in config.drafter_options.get(name, {}):
+            settings.append(Setting(prefix + "model", config.model_of(name), sources.get("model", sources["method"])))
         settings += [
             Setting(prefix + key, value, sources.get(key, sources.get(kind, "default")) if key in options else f"{kind} {name}")
             for key, value in defaults.items()

