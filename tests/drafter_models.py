@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,18 @@ MAKERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
 """drafter -> (new folder, the target's directory) -> keys of the speculative config"""
 
 
+def kinds() -> list[str]:
+    """Every drafter by name, and "NAME tree" for those that have trees as an option."""
+    names = plugins.names("drafter")
+    options = {name: getattr(plugins.load("drafter", name), "Options", None) for name in names}
+    return names + [f"{name} tree" for name in names if options[name] and any(field.name == "topk" for field in fields(options[name]))]
+
+
 def drafter_config(name: str, folder: Path, target: Path) -> dict[str, Any]:
-    """{"method": name} and what else it needs to draft for the model in `target`. A drafter that needs a model has an entry above."""
+    """{"method": name} and what else one of `kinds` needs to draft for the model in `target`. A drafter that needs a model has an entry
+    above."""
+    if name.endswith(" tree"):
+        return {**drafter_config(name.removesuffix(" tree"), folder, target), "topk": 3, "num_draft_tokens": 9}
     if name in MAKERS:
         return {"method": name, **MAKERS[name](folder, target)}
     assert not plugins.load("drafter", name).needs_model, f"tests/drafter_models.py has no tiny network for the drafter {name!r}"

@@ -163,6 +163,48 @@ def likely_drafts(q: FloatArray, k: int) -> DraftMaker:
     return make
 
 
+def likely_trees(q: FloatArray, widths: SequenceOf[int]) -> DraftMaker:
+    """Deterministic trees: at depth d every node has the `widths[d]` likeliest tokens under q as children."""
+    follow = (-q).argsort(-1)
+
+    def make(seqs: list[Sequence]) -> list[Draft | None]:
+        return [_grown(seq.token_ids[-1], widths, lambda last, width: follow[last, :width].tolist())[0] for seq in seqs]
+
+    return make
+
+
+def sampled_trees(q: FloatArray, widths: SequenceOf[int], seed: int = 1) -> DraftMaker:
+    """Sampled trees: at depth d every node has `widths[d]` children, drawn from q without replacement."""
+    rng = np.random.default_rng(seed)
+    rows = torch.from_numpy(q).float()
+
+    def make(seqs: list[Sequence]) -> list[Draft | None]:
+        drafts: list[Draft | None] = []
+        for seq in seqs:
+            draft, before = _grown(seq.token_ids[-1], widths, lambda last, width: rng.choice(len(q), width, False, q[last]).tolist())
+            draft.probs = rows[before]
+            drafts.append(draft)
+        return drafts
+
+    return make
+
+
+def _grown(root: int, widths: SequenceOf[int], children: Callable[[int, int], list[int]]) -> tuple[Draft, list[int]]:
+    """(the tree, the token that comes before each node)"""
+    tokens: list[int] = []
+    parents: list[int] = []
+    level = [-1]
+    for width in widths:
+        grown = []
+        for node in level:
+            for token in children(root if node < 0 else tokens[node], width):
+                grown.append(len(tokens))
+                tokens.append(int(token))
+                parents.append(node)
+        level = grown
+    return Draft(tokens, parents=tuple(parents)), [root if parent < 0 else tokens[parent] for parent in parents]
+
+
 def no_drafts(seqs: list[Sequence]) -> list[Draft | None]:
     return [None] * len(seqs)
 

@@ -181,21 +181,23 @@ class SpecDecodeMetrics:
     num_steps_per_k: list[int] = field(default_factory=list)       # [k]: steps in which k drafts were verified
     acceptance_histogram: list[int] = field(default_factory=list)  # [i]: steps in which i drafts were accepted
 
-    def observe(self, num_drafts: int, num_accepted: int) -> None:
+    def observe(self, num_drafts: int, num_accepted: int, depth: int | None = None) -> None:
+        """One step of one sequence. `depth`: of a tree of `num_drafts` nodes; positions are depths."""
+        depth = num_drafts if depth is None else depth
         self.num_steps += 1
-        self.num_steps_per_k.extend([0] * (num_drafts + 1 - len(self.num_steps_per_k)))
-        self.num_steps_per_k[num_drafts] += 1
+        self.num_steps_per_k.extend([0] * (depth + 1 - len(self.num_steps_per_k)))
+        self.num_steps_per_k[depth] += 1
         if num_drafts == 0:
             return
         self.num_spec_steps += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         for counts, upto in (
-            (self.num_drafts_per_pos, num_drafts),
-            (self.num_reached_per_pos, min(num_drafts, num_accepted + 1)),
+            (self.num_drafts_per_pos, depth),
+            (self.num_reached_per_pos, min(depth, num_accepted + 1)),
             (self.num_accepted_per_pos, num_accepted),
         ):
-            counts.extend([0] * (num_drafts - len(counts)))
+            counts.extend([0] * (depth - len(counts)))
             for position in range(upto):
                 counts[position] += 1
         self.acceptance_histogram.extend([0] * (num_accepted + 1 - len(self.acceptance_histogram)))
@@ -241,6 +243,8 @@ class Row:
 
     A prefill chunk, a plain decode (length 1) and a verification (length 1, k > 0) differ in numbers only. A row that
     ends at the last known token (`samples`) yields at least one new token. Only such a row may have k > 0.
+
+    room    draft tokens there is room for: k for a chain; of a tree k is the depth, and `room` >= k bounds its nodes
     """
 
     seq: Sequence
@@ -248,6 +252,7 @@ class Row:
     length: int
     k: int = 0
     drafter: str = NO_DRAFT
+    room: int = 0
 
     @property
     def samples(self) -> bool:
@@ -266,6 +271,14 @@ class StepPlan:
         return sum(row.length for row in self.rows)
 
 
+def depths_of(parents: SequenceOf[int]) -> list[int]:
+    """How many nodes of the tree come before each one on its path."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 @dataclass(slots=True)
 class Draft:
     """What a drafter proposes to follow a sequence's last known token.
@@ -275,8 +288,10 @@ class Draft:
                 else the distributions the tokens were drawn from, tensor [len(tokens), vocab]
     confidence  per position, in [0, 1]: an estimate of P(accepted | the ones before it were), made from the prefix
                 before the position only, never from the token drawn there (losslessness depends on it). None: unknown
-    parents     None: a chain. Else parents[j] < j is the index of the draft that j follows, -1 the last known token;
-                trees are not verified yet
+    parents     None: a chain. Else a tree: node j follows node parents[j] < j, -1: the last known token. `confidence` is given its parent;
+                siblings differ. Nodes come in order of worth, so that every beginning is the best tree of its size. With `probs`,
+                siblings were drawn one after the other without replacement, in this order, each from what the earlier ones left over
+                of the one distribution given for all of them
     """
 
     tokens: list[int]
@@ -286,6 +301,25 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def depth(self) -> int:
+        """The most tokens that can be accepted."""
+        return len(self.tokens) if self.parents is None else max(depths_of(self.parents), default=-1) + 1
+
+    def spine(self) -> Draft:
+        """The chain of the first children."""
+        if self.parents is None:
+            return self
+        nodes: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if parent == (nodes[-1] if nodes else -1):
+                nodes.append(node)
+        return Draft(
+            [self.tokens[node] for node in nodes],
+            None if self.probs is None else self.probs[nodes],
+            None if self.confidence is None else [self.confidence[node] for node in nodes],
+        )
 
     def truncated(self, length: int) -> Draft:
         if length >= len(self.tokens):
@@ -315,16 +349,26 @@ class Verdict:
     tokens        accepted drafts, then one token from the target (bonus when all were accepted, else the correction)
     num_accepted  len(tokens) - 1 for an exact verification
     logprobs      one per token when the request asked for them
+    path          of a tree: the accepted nodes, from the top down
     """
 
     tokens: list[int]
     num_accepted: int
     logprobs: list[TokenLogprobs] | None = None
+    path: tuple[int, ...] | None = None
+
+    def accepted(self, num_tokens: int) -> range | tuple[int, ...]:
+        """Which drafts were accepted, when only the first `num_tokens` tokens are kept and the last of these counts as the target's."""
+        num = max(0, min(self.num_accepted, num_tokens - 1))
+        return range(num) if self.path is None else self.path[:num]
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceFeedback:
-    """What one sampling row did in one step. `num_drafts` were verified (<= `num_proposed` <= the planned `k`)."""
+    """What one sampling row did in one step. `num_drafts` were verified (<= `num_proposed` <= the planned `k`).
+
+    Of a tree these count nodes, which may be more than `k`, its depth; `parents` and `path` are those of `Draft` and `Verdict`.
+    """
 
     seq_id: int
     drafter: str
@@ -334,6 +378,13 @@ class SequenceFeedback:
     num_accepted: int
     num_context: int
     confidence: tuple[float, ...] | None = None
+    parents: tuple[int, ...] | None = None
+    path: tuple[int, ...] | None = None
+
+    @property
+    def depth(self) -> int:
+        """The most drafts that could be accepted."""
+        return self.num_drafts if self.parents is None else max(depths_of(self.parents), default=-1) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,5 +488,5 @@ def vllm_metrics(stats: SpecDecodeMetrics) -> Mapping[str, Any]:
 __all__: SequenceOf[str] = [
     "Choice", "Draft", "DrafterFeedback", "Feedback", "Forecast", "NO_DRAFT", "OutputDelta", "Request", "RequestSpeculation", "Row",
     "SamplingParams", "Sequence", "SequenceFeedback", "ShadowFeedback", "SpecDecodeMetrics", "Status", "StepPlan", "TokenLogprobs",
-    "Verdict", "vllm_metrics",
+    "Verdict", "depths_of", "vllm_metrics",
 ]

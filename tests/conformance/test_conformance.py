@@ -17,7 +17,7 @@ from headway import plugins
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 from headway.types import OutputDelta, Request, SamplingParams
-from tests.drafter_models import drafter_config
+from tests.drafter_models import drafter_config, kinds
 from tests.tiny import tiny_model_dir
 
 # Policies whose options have no default.
@@ -34,9 +34,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_dir(tmp_path_factory.mktemp("tiny"), "llama", seed=3)
 
 
-@pytest.fixture(scope="module", params=plugins.names("drafter"))
+@pytest.fixture(scope="module", params=kinds())
 def drafter(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return drafter_config(request.param, tmp_path_factory.mktemp(request.param), model_dir)
+    return drafter_config(request.param, tmp_path_factory.mktemp(request.param.replace(" ", "_")), model_dir)
 
 
 @pytest.fixture(scope="module", params=plugins.names("policy"))

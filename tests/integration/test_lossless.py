@@ -109,8 +109,8 @@ def test_greedy_batched(dtype: str, method: str, prompts: list[list[int]], expec
     engine = speculating(dtype, method, 4, "static")
     assert_equal(write(engine, prompts, GREEDY), expected)
     verified = engine.metrics.verified.items()
-    assert sum(accepted * rows for (_, _, accepted), rows in verified) > 100
-    assert sum((drafted - accepted) * rows for (_, drafted, accepted), rows in verified) > 100
+    assert sum(accepted * rows for (_, _, accepted, _), rows in verified) > 100
+    assert sum((drafted - accepted) * rows for (_, drafted, accepted, _), rows in verified) > 100
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

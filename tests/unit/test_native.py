@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import subprocess
@@ -15,10 +16,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from headway import native
+from headway.models.attention import Tree
 from headway.models.attention_native import NativePlan
 from headway.models.layers import Layer
 from headway.models.rope import Rope
 from headway.native import ops
+from headway.types import depths_of
 
 BUILT = [variant for variant in native.supported_variants() if native.library_path(variant).exists()]
 if os.environ.get("HEADWAY_NATIVE") == "0" or not BUILT:
@@ -174,6 +177,67 @@ def test_a_verification_has_the_bits_of_plain_decoding(
             problem.step(library, [(0, 0, start)], window)
         parts = [problem.step(library, [(1, 0, 70), (0, *row)] if i % 2 else [(0, *row)], window)[-1] for i, row in enumerate(rows)]
         outs.append(torch.cat(parts))
+    assert torch.equal(*outs)
+
+
+@settings(EXAMPLES, max_examples=10)
+@given(
+    shape=shapes, start=st.integers(1, 300), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 9), window=st.none() | st.integers(1, 300),
+    num_nodes=st.integers(1, 20), trunk=st.integers(0, 2), cached=st.integers(0, 5),
+)
+@example(
+    shape={"group": 3, "kv_heads": 1, "head_dim": 64, "block_size": 64}, start=250, dtype=torch.bfloat16, seed=0, window=None, num_nodes=40,
+    trunk=1, cached=0,
+)
+def test_a_node_gets_the_bits_of_a_chain_along_its_path(
+    library: native.Library, shape: dict[str, int], start: int, dtype: torch.dtype, seed: int, window: int | None, num_nodes: int,
+    trunk: int, cached: int,
+) -> None:
+    """Beside a chain in the same pass; some nodes computed in an earlier pass. The K/V moved to the path is that of the chain, too."""
+    random = torch.Generator().manual_seed(seed)
+    trunk, cached = min(trunk, start - 1) if cached == 0 else 0, min(cached, num_nodes - 1)
+    parents = [int(torch.randint(-1, node, (1,), generator=random)) if node else -1 for node in range(num_nodes)]
+    problem = Problem(shape, [start + num_nodes, 30], dtype, seed)
+    begin = start - trunk
+    problem.step(library, [(0, 0, begin), (1, 0, 25)], window)
+
+    def grow(first: int, stop: int, at: int) -> torch.Tensor:
+        """Nodes [first, stop), behind known tokens from slot `at` on."""
+        rows = [(problem.tables[0], at, start + stop - at), (problem.tables[1], 25, 5)]
+        plan = NativePlan(rows, problem.block_size, library, [Tree(start, tuple(parents[:stop])), None])
+        positions = [*range(at, start), *(start + depth for depth in depths_of(parents)[first:stop]), *range(25, 30)]
+        plan.begin(torch.tensor(positions), problem.rope, dtype)
+        qkv = torch.cat([problem.qkv[0][at : start + stop], problem.qkv[1][25:]])
+        plan.write(qkv, problem.layer, problem.pages)
+        return plan.attend(qkv, problem.layer, problem.pages).view(-1, problem.heads, problem.head_dim)
+
+    parts = [grow(0, cached, begin)[:-5]] if cached else []
+    whole = grow(cached, num_nodes, start + cached if cached else begin)
+    found = torch.cat([*parts, whole[:-5]])[trunk:]
+    alone = Problem(shape, [start + num_nodes, 30], dtype, seed)
+    alone.step(library, [(1, 0, 25)], window)
+    assert torch.equal(alone.step(library, [(1, 25, 5)], window)[0], whole[-5:])
+    for node in range(num_nodes):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        chain = Problem(shape, [start + num_nodes, 30], dtype, seed)
+        chain.step(library, [(0, 0, start)], window)
+        chain.qkv[0] = torch.cat([chain.qkv[0][:start], problem.qkv[0][[start + i for i in path]]])
+        assert torch.equal(chain.step(library, [(0, start, len(path))], window)[0][-1], found[node])
+    slots = [problem.tables[0][i // problem.block_size] * problem.block_size + i % problem.block_size for i in range(start + num_nodes)]
+    moved = torch.tensor([[slots[start + i] for i in path], slots[start : start + len(path)]])
+    pages = (ctypes.c_void_p * 1)(problem.pages.data_ptr())
+    args = ops.MoveArgs(
+        pages=ctypes.addressof(pages), sources=moved[0].data_ptr(), targets=moved[1].data_ptr(), num_moves=len(path), num_layers=1,
+        kv_heads=problem.kv_heads, head_dim=problem.head_dim, block_size=problem.block_size, num_threads=1,
+    )
+    library.function("move", dtype)(ctypes.byref(args))
+    last = torch.randn(1, problem.qkv[0].shape[1], problem.head_dim, generator=random).to(dtype)
+    outs = []
+    for one in (problem, chain):
+        one.qkv[0] = torch.cat([one.qkv[0][: start + len(path) - (len(path) == num_nodes)], last])
+        outs.append(one.step(library, [(0, len(one.qkv[0]) - 1, 1)], window)[0])
     assert torch.equal(*outs)
 
 

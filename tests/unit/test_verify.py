@@ -311,16 +311,6 @@ def test_only_the_lossless_methods_say_so() -> None:
 # ---------------------------------------------------------------- shapes
 
 
-def test_chains_only() -> None:
-    seq = TARGET.sequence(SamplingParams())
-    chain, tree = Draft([1, 2, 3], parents=(-1, 0, 1)), Draft([1, 2, 3], parents=(-1, 0, 0))
-    assert verifier().verify(TARGET.logits([seq], [chain]), [row_of(seq)], [chain]) == verifier().verify(
-        TARGET.logits([seq], [chain]), [row_of(seq)], [Draft([1, 2, 3])]
-    )
-    with pytest.raises(ValueError, match="only chains of drafts can be verified"):
-        verifier().verify(TARGET.logits([seq], [tree]), [row_of(seq)], [tree])
-
-
 def test_shapes_that_do_not_fit_are_refused() -> None:
     seq = TARGET.sequence(SamplingParams())
     draft = Draft([1, 2])

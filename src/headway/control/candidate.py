@@ -13,7 +13,7 @@ from headway.control.costs import CostModel
 from headway.control.guard import Account
 from headway.control.policy import DraftView
 from headway.control.worth import Worth
-from headway.types import SequenceFeedback, ShadowFeedback
+from headway.types import SequenceFeedback, ShadowFeedback, depths_of
 
 FloatArray = NDArray[np.float64]
 
@@ -26,6 +26,7 @@ _ENOUGH_JUDGED = 128     # and later: learning has its price by the call
 _MOST = 24               # drafts, or asks, that are learned from in a step
 _LONGEST_WAIT = 16       # steps
 _YOUNG = 200             # judged tokens up to which it knows little
+_NAN = float("nan")
 
 
 class Candidate:
@@ -95,15 +96,43 @@ class Candidate:
                 told = draft.confidence[: confidence.shape[1]]
                 confidence[row, : len(told)] = told
         rates = self.sighted.predict([draft.seq_id for draft in drafts], confidence.shape[1], confidence)
-        return np.where(np.arange(confidence.shape[1]) < lengths[:, None], np.cumprod(rates, axis=1), 0.0)
+        values: FloatArray = np.where(np.arange(confidence.shape[1]) < lengths[:, None], np.cumprod(rates, axis=1), 0.0)
+        for row, draft in enumerate(drafts):
+            if draft.parents is not None:
+                values[row, : draft.length] = self._node_values(draft)
+        return values
+
+    def reach(self, draft: DraftView) -> list[float]:
+        """The same for one draft."""
+        if draft.parents is not None:
+            return self._node_values(draft)
+        return self.sighted.reach(draft.seq_id, draft.length, draft.confidence)
+
+    def _node_values(self, draft: DraftView) -> list[float]:
+        """Of a tree. Nodes come in the drafter's order of worth; where ours differs, a node counts no more than those before it: they are
+        verified with it."""
+        assert draft.parents is not None
+        depths = np.array(depths_of(draft.parents))
+        each = np.arange(draft.length)
+        by_depth = np.full((draft.length, int(depths.max()) + 1), np.nan)
+        by_depth[each, depths] = np.nan if draft.confidence is None else draft.confidence
+        rates = self.sighted.predict([draft.seq_id] * draft.length, by_depth.shape[1], by_depth)[each, depths].tolist()
+        values: list[float] = []
+        for rate, parent in zip(rates, draft.parents, strict=True):
+            values.append(rate if parent < 0 else rate * values[parent])
+        worth: list[float] = np.minimum.accumulate(values).tolist()
+        return worth
 
     def judge(self, verified: Sequence[SequenceFeedback], shadows: Sequence[ShadowFeedback], step: int) -> None:
         """Learns acceptance, in groups of drafts: each call has its price."""
         verified, shadows = some(verified, step), some(shadows, step)
         for seq in verified:
-            self._judged.add(seq.seq_id, 0, seq.num_accepted, seq.num_drafts, seq.confidence, self.max_k, step)
+            if seq.parents is None:
+                self._judged.add(seq.seq_id, 0, seq.num_accepted, seq.num_drafts, seq.confidence, self.max_k, step)
+            for depth, hit, confidence in judged_nodes(seq):
+                self._judged.add(seq.seq_id, depth, depth + hit, depth + 1, (_NAN,) * depth + (confidence,), self.max_k, step)
             if self.blind_used:
-                self._blindly_judged.add(seq.seq_id, 0, seq.num_accepted, seq.num_drafts, None, self.max_k, step)
+                self._blindly_judged.add(seq.seq_id, 0, seq.num_accepted, seq.depth, None, self.max_k, step)
         for shadow in shadows:
             accepted = shadow.num_verified + shadow.num_confirmed
             self._judged.add(shadow.seq_id, shadow.num_verified, accepted, shadow.num_drafts, shadow.confidence, self.max_k, step)
@@ -141,6 +170,16 @@ class Candidate:
         self.blind.load(saved["blind"])
         self.worth.pool, self.depth, self.first_asks = worth, depth, KNOWN_ASKS
         self._judged.num_taught = self._blindly_judged.num_taught = _YOUNG
+
+
+def judged_nodes(seq: SequenceFeedback) -> list[tuple[int, bool, float]]:
+    """(depth, whether it was accepted, confidence) of each node of a tree on which verification said something: those that follow an
+    accepted one, or nothing."""
+    if seq.parents is None:
+        return []
+    reached = {-1: 0} | {node: depth for depth, node in enumerate(seq.path or (), start=1)}
+    confidence = seq.confidence or (_NAN,) * len(seq.parents)
+    return [(reached[parent], node in reached, confidence[node]) for node, parent in enumerate(seq.parents) if parent in reached]
 
 
 _T = TypeVar("_T")

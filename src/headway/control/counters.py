@@ -71,7 +71,7 @@ class StepCounters:
         self.num_proposed_drafts = 0
         self.num_verified_drafts = 0
         self.chosen_k = Histogram(K_BUCKETS) # k granted, per sampling row; 0: plain
-        self.verified: Counter[tuple[str, int, int]] = Counter()   # (drafter, verified, accepted) -> rows; verified > 0
+        self.verified: Counter[tuple[str, int, int, int]] = Counter()   # (drafter, verified, accepted, depth) -> rows; verified > 0
         self.policy_ms = 0.0
         # Only over steps whose cost the policy forecast and that computed no prompt: the comparison with plain decoding.
         self.compared_ms = 0.0               # what these steps took
@@ -98,7 +98,7 @@ class StepCounters:
                 self.num_proposed_drafts += seq.num_proposed
                 self.num_verified_drafts += seq.num_drafts
                 if seq.num_drafts:
-                    self.verified[seq.drafter, seq.num_drafts, seq.num_accepted] += 1
+                    self.verified[seq.drafter, seq.num_drafts, seq.num_accepted, seq.depth] += 1
         self._observe_policy(feedback)
 
     def _observe_policy(self, feedback: Feedback) -> None:
@@ -157,10 +157,10 @@ class StepCounters:
     def speculation(self) -> dict[str, SpecDecodeMetrics]:
         """Per drafter: steps, drafts and acceptances, by position. `num_steps` counts speculative steps only."""
         result: dict[str, SpecDecodeMetrics] = {}
-        for (drafter, num_drafts, num_accepted), rows in self.verified.copy().items():
+        for (drafter, num_drafts, num_accepted, depth), rows in self.verified.copy().items():
             stats = result.setdefault(drafter, SpecDecodeMetrics())
             one = SpecDecodeMetrics()
-            one.observe(num_drafts, num_accepted)
+            one.observe(num_drafts, num_accepted, depth)
             for name in ("num_spec_steps", "num_steps", "num_draft_tokens", "num_accepted_tokens"):
                 setattr(one, name, getattr(one, name) * rows)
             for name in ("num_drafts_per_pos", "num_reached_per_pos", "num_accepted_per_pos", "num_steps_per_k", "acceptance_histogram"):
@@ -171,10 +171,10 @@ class StepCounters:
     def positions(self) -> dict[str, list[PositionCounts]]:
         """Per drafter and draft position: drafted, reached, accepted."""
         result: dict[str, list[PositionCounts]] = {}
-        for (drafter, num_drafts, num_accepted), rows in self.verified.copy().items():
+        for (drafter, _, num_accepted, depth), rows in self.verified.copy().items():
             counts = result.setdefault(drafter, [])
-            counts.extend(PositionCounts() for _ in range(num_drafts - len(counts)))
-            for position in range(num_drafts):
+            counts.extend(PositionCounts() for _ in range(depth - len(counts)))
+            for position in range(depth):
                 counts[position].drafted += rows
                 counts[position].reached += rows * (num_accepted >= position)
                 counts[position].accepted += rows * (num_accepted > position)
@@ -216,7 +216,7 @@ def measurements(counters: StepCounters, drafters: Sequence[str], num_positions:
     yield Measurement("headway:sampling_rows", "Sequences that wrote, summed over steps.", {(): c.num_sampling_rows})
     yield Measurement("headway:planned_drafts", "Drafts the policy asked for.", {(): c.num_planned_drafts})
     yield Measurement("headway:proposed_drafts", "Drafts the drafters proposed.", {(): c.num_proposed_drafts})
-    rejected = sum((num_drafts - accepted) * rows for (_, num_drafts, accepted), rows in c.verified.copy().items())
+    rejected = sum((num_drafts - accepted) * rows for (_, num_drafts, accepted, _), rows in c.verified.copy().items())
     help = "Drafts that became no token: trimmed by the policy after they were proposed, or verified and rejected."
     values = {("trimmed",): c.num_proposed_drafts - c.num_verified_drafts, ("rejected",): rejected}
     yield Measurement("headway:wasted_drafts", help, values, ("stage",))

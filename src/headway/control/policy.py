@@ -78,13 +78,14 @@ class BatchView:
 
 @dataclass(frozen=True, slots=True)
 class DraftView:
-    """One finished draft, without its tokens."""
+    """One finished draft, without its tokens. Of a tree, `length` counts nodes: the first ones are the best tree of their number."""
 
     seq_id: int
     drafter: str
     length: int
     deterministic: bool
     confidence: tuple[float, ...] | None
+    parents: tuple[int, ...] | None = None      # as in `Draft`
 
 
 class Policy(ABC):

@@ -45,7 +45,12 @@ class Shadows:
         return max(0, num_tokens - 1 - seen)
 
     def add(self, seq: Written, drafter: str, draft: Draft, num_verified: int) -> None:
-        """`draft` follows the last known token of `seq`; its first `num_verified` tokens go to verification now."""
+        """`draft` follows the last known token of `seq`; its first `num_verified` tokens go to verification now. Of a tree that is not
+        verified at all, the chain of first children is compared."""
+        if draft.parents is not None:
+            if num_verified:
+                return
+            draft = draft.spine()
         if not draft.tokens:
             self._resolved.append(ShadowFeedback(seq.seq_id, drafter, 0, 0, 0))
         elif draft.probs is None and len(draft) > num_verified and not self.waits(seq.seq_id, drafter):

@@ -26,6 +26,8 @@ and columns, one entry per sequence that wrote tokens in the step, in the same o
     num_accepted                accepted drafts: the sequence wrote num_accepted + 1 tokens, fewer when it ended on the way
     confidence                  the drafter's confidence by position, null when it has none
 
+Where a tree was verified, num_proposed and num_drafts are its depth and confidence is null; num_tokens counts its nodes.
+
 A step may also carry the following; unknown keys are ignored. A foreign engine can write the format without importing this file.
 
     policy_ms, reason           the policy's own time; why it last changed what it does
@@ -161,10 +163,10 @@ def _line(view: BatchView, feedback: Feedback, at_ms: float) -> dict[str, Any]:
         "max_k": [allowed.get(seq.seq_id, 0) for seq in sequences],   # admitted in this step: its first token, never a draft
         "drafter": [seq.drafter for seq in sequences],
         "k": [seq.k for seq in sequences],
-        "num_proposed": [seq.num_proposed for seq in sequences],
-        "num_drafts": [seq.num_drafts for seq in sequences],
+        "num_proposed": [seq.num_proposed if seq.parents is None else seq.depth for seq in sequences],
+        "num_drafts": [seq.depth for seq in sequences],
         "num_accepted": [seq.num_accepted for seq in sequences],
-        "confidence": [_ratios(seq.confidence) for seq in sequences],
+        "confidence": [_ratios(seq.confidence) if seq.parents is None else None for seq in sequences],
         "reason": feedback.reason,
         "drafting": [
             [part.drafter, part.num_rows, part.num_steps, part.num_catch_up, part.num_proposed, _ms(part.draft_ms)]
@@ -272,7 +274,8 @@ def _shadow(part: Any) -> ShadowFeedback:
 
 
 def _sequence(row: Mapping[str, Any]) -> SequenceFeedback:
-    counts = {name: _count(row, name) for name in ("seq_id", "num_context", "max_k", "k", "num_proposed", "num_drafts", "num_accepted")}
+    names = ("seq_id", "num_context", "max_k", "k", "num_proposed", "num_drafts", "num_accepted")
+    counts: dict[str, Any] = {name: _count(row, name) for name in names}
     if not counts["num_accepted"] <= counts["num_drafts"] <= counts["num_proposed"]:
         raise _Wrong(f"needs num_accepted <= num_drafts <= num_proposed, got {counts}")
     if not isinstance(row["drafter"], str):

@@ -1,4 +1,4 @@
-"""Chains of drafts from a network that continues the target's hidden states (EAGLE, multi-token prediction).
+"""Chains and trees of drafts from a network that continues the target's hidden states (EAGLE, multi-token prediction).
 
 Per sequence: the hidden states that were committed and not read yet, and the network's own K/V for the positions that were. When a
 sequence is drafted for, its unread positions enter the network in one pass, whose last row predicts the first draft token; each
@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import Prediction, SampleOptions, draft_chain
+from headway.drafters._chain import Prediction, draft_chain
 from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters._feature_native import StepPlan
 from headway.drafters._feature_network import FeatureFile, FeatureNetwork
 from headway.drafters._features import FeatureStore, FeatureTrack
+from headway.drafters._tree import Level, TreeOptions, draft_trees
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
+from headway.errors import ConfigError
 from headway.models import hub
-from headway.models.attention import AttentionPlan, KVCache, Row
+from headway.models.attention import AttentionPlan, KVCache, Row, Tree
 from headway.models.config import ModelConfig
 from headway.types import Draft
 
@@ -52,12 +54,18 @@ class FeatureChain(Drafter):
     needs_model = True
 
     @dataclass(frozen=True)
-    class Options(SampleOptions):
+    class Options(TreeOptions):
         confidence_head: str | None = option(None, "safetensors file of an acceptance head; default: confidence is the largest probability")
+
+        def __post_init__(self) -> None:
+            TreeOptions.__post_init__(self)
+            if self.confidence_head is not None and self.topk > 1:
+                raise ConfigError("confidence_head judges chains; in a tree (topk > 1) confidence is a token's own probability")
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
-        self.deterministic = self.options.deterministic
+        self.tree_size = self.options.tree_size
+        self.deterministic = self.options.deterministic or self.tree_size > 0
         self.head: ConfidenceHead | None = None
 
     @abstractmethod
@@ -65,6 +73,7 @@ class FeatureChain(Drafter):
         """The checkpoint in `directory`, its weights not read yet. Raises ModelError."""
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
+        self.options.check_depth(context.num_speculative_tokens)
         directory = context.directory
         if context.model is not None:
             directory = hub.resolve(context.model, progress=context.progress, weights=hub.SPECULATOR_WEIGHTS)
@@ -128,7 +137,8 @@ class FeatureChain(Drafter):
             if state.track.end == state.track.kept:   # nothing new to read: what would predict was read before
                 continue
             state.begin, state.filled = state.track.begin, state.track.kept
-            needed = -(-(state.track.end - state.begin + request.k) // self.block_size)
+            scratch = self.options.topk * (request.k - 1) if self.tree_size else request.k
+            needed = -(-(state.track.end - state.begin + scratch) // self.block_size)
             if self._grow(state, needed, wanted):
                 ready.append(i)
         return ready
@@ -151,14 +161,19 @@ class FeatureChain(Drafter):
         self._free += state.blocks
         state.blocks, state.lost = [], True
 
-    # -- the chain ------------------------------------------------------------------------------------------------
+    # -- the draft ------------------------------------------------------------------------------------------------
 
     def _draft(self, requests: list[DraftRequest], states: list[_State], keep: Keep) -> list[Draft]:
         def advance(going: list[int], tokens: Tensor, features: Tensor, position: int, num: int) -> list[Prediction]:
             return self._advance([states[i] for i in going], tokens, features, position, num)
 
+        def go_on(level: Level, features: Tensor) -> Prediction:
+            return self._continue([states[i] for i in level.requests], level, features)
+
         first = self._catch_up(requests, states)
         ids = self.network.target_ids
+        if self.tree_size:
+            return draft_trees(requests, keep, self.sampler, first, go_on, ids, self.options)
         return draft_chain(requests, keep, self.sampler, first, advance, ids, self.head, deterministic=self.deterministic)
 
     def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Prediction:
@@ -191,6 +206,19 @@ class FeatureChain(Drafter):
         several = num > 1 and network.native is not None and self.cache.backend == "native"
         plan = StepPlan(rows, num, positions, self.block_size, network.rope) if several else self.cache.plan(rows)
         return network.steps(tokens, positions, features, plan, self.cache, everyone, num if several else 1)
+
+    def _continue(self, states: list[_State], level: Level, features: Tensor) -> Prediction:
+        """The nodes of a level: as `_advance`, `topk` rows per sequence, each seeing its own path."""
+        num = level.tokens.shape[1]
+        rows, trees = [], []
+        for state, parents in zip(states, level.parents, strict=True):
+            base = state.filled - state.begin
+            rows.append((state.blocks, base + len(parents) - num, num))
+            trees.append(Tree(base, parents))
+        positions = torch.tensor([state.filled + level.depth for state in states], device=features.device).repeat_interleave(num)
+        everyone = torch.arange(len(positions), device=features.device)
+        plan = self.cache.plan(rows, trees)
+        return self.network.steps(level.tokens.flatten(), positions, features.contiguous(), plan, self.cache, everyone)[0]
 
     def _read(self, parts: list[_Unread]) -> tuple[AttentionPlan, Tensor, Tensor, Tensor]:
         """(plan, token ids, positions, features) of one pass over unread positions; their K/V becomes part of the state."""

@@ -35,6 +35,7 @@ class DraftRequest:
 
     block_table    the sequence's blocks in the target's K/V cache, live: room for the history and, unless blocks ran out, k drafts
     num_tentative  so many tokens at the end of the history are drafts themselves: to be continued, not to be remembered
+    room           for a drafter with a `tree_size`: nodes its tree may have, at a depth of at most k
     """
 
     seq_id: int
@@ -44,6 +45,7 @@ class DraftRequest:
     greedy: bool
     block_table: list[int] = field(default_factory=list)
     num_tentative: int = 0
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,11 @@ class DraftSampler(Protocol):
     ) -> tuple[list[int], Tensor]:
         """For requests that are not greedy: tokens drawn with their sequences' own numbers, and the distributions f32 [n, vocab]."""
 
+    def candidates(
+        self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]], count: int, token_ids: Tensor | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The `count` (or all) most likely tokens and their probabilities, most likely first: [n, count] each, a function of the prefix."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -145,6 +152,7 @@ class Drafter(ABC):
     needs_model: ClassVar[bool] = False             # and must
     hidden_layers: tuple[int, ...] = ()             # target layers whose hidden states `commit` wants; -1: after the final norm
     deterministic: bool = True                      # drafts are a function of the prefix (Draft.probs is None)
+    tree_size: int = 0                              # drafts trees of at most so many nodes (Draft.parents); 0: chains
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
         """What it will work for: reads configurations, no weights, and settles `hidden_layers`. Raises ConfigError or ModelError when

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.drafters.drafter import Drafter, DrafterContext, DrafterMemory, DraftRequest
 from headway.engine.logits import Position, argmax, is_edited
 from headway.engine.sampler import Purpose, Sampler, draw, uniforms
+from headway.errors import ConfigError
 from headway.models.decoder import Decoder
 from headway.types import Sequence
 
@@ -39,6 +42,11 @@ def bind_drafters(
             num_speculative_tokens=speculative.num_speculative_tokens,
             progress=progress,
         ))  # fmt: skip
+        if drafters[name].tree_size and speculative.rejection_sample_method != "standard":
+            raise ConfigError(
+                f"rejection_sample_method {speculative.rejection_sample_method!r} judges chains, and {name!r} is to draft trees: "
+                "use standard, or topk 1"
+            )
     return drafters, memory
 
 
@@ -87,6 +95,21 @@ class SequenceSampler:
             tokens += draw(weights, uniform[begin : begin + len(block)])
             probs[begin : begin + len(block)] = weights[:, : self._sampler.vocab_size]
         return tokens, probs
+
+    @torch.inference_mode()
+    def candidates(
+        self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]], count: int,
+        token_ids: Tensor | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        positions = self._positions(requests, drafted)
+        if all(p.seq.params.greedy and not is_edited(p.seq) for p in positions):
+            scores = logits.float()
+            best, columns = scores.topk(min(count, scores.shape[1]))
+            probs = (best - scores.logsumexp(-1, keepdim=True)).exp_()
+            tokens = columns if token_ids is None else token_ids[columns]
+            return tokens.cpu().numpy(), probs.double().cpu().numpy()
+        tokens, probs = self._sampler.candidates(self._widened(logits, token_ids), positions, count)
+        return tokens.cpu().numpy(), probs.double().cpu().numpy()
 
     def _widened(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
         if token_ids is None:

@@ -105,6 +105,7 @@ class Engine:
             max_model_len=self.max_model_len,
             drafters=tuple(self.drafters),
             max_k=speculative.num_speculative_tokens if speculative else 0,
+            tree_sizes={name: drafter.tree_size for name, drafter in self.drafters.items() if drafter.tree_size},
         )
         self.verifier = Verifier(speculative, self.model.config.vocab_size, self.model.device)
         sampler = SequenceSampler(self.verifier.sampler, self._sequences)
@@ -210,19 +211,19 @@ class Engine:
             if not (mine or shadowed):
                 continue
             began = time.perf_counter()
-            requests = [_draft_request(rows[i].seq, rows[i].k) for i in mine]
+            requests = [_draft_request(rows[i].seq, rows[i].k, rows[i].room) for i in mine]
             made = drafter.propose(requests, self.policy.keep) if mine else []
             for i, request, draft in zip(mine, requests, made, strict=True):
-                drafts[i] = draft.truncated(request.k) if draft.tokens else None
+                drafts[i] = draft.truncated(request.k if draft.parents is None else request.room) if draft.tokens else None
             unseen = sum(self._shadows.catch_up(name, request.seq_id, len(request.token_ids)) for request in requests)
             if shadowed:
                 for seq, k in shadowed:
                     self.scheduler.lend(seq, k)
-                requests = [_draft_request(seq, k) for seq, k in shadowed]
+                requests = [_draft_request(seq, k, max(k, drafter.tree_size)) for seq, k in shadowed]
                 unseen += sum(self._shadows.catch_up(name, request.seq_id, len(request.token_ids)) for request in requests)
                 made = drafter.propose(requests, keep_all)
                 for (seq, k), draft in zip(shadowed, made, strict=True):
-                    self._shadows.add(seq, name, draft.truncated(k), 0)
+                    self._shadows.add(seq, name, draft.spine().truncated(k), 0)
             drafting.append(DrafterFeedback(
                 name, len(mine) + len(shadowed), max([rows[i].k for i in mine] + [k for _, k in shadowed]), unseen,
                 sum(len(drafts[i] or ()) for i in mine), (time.perf_counter() - began) * 1e3,
@@ -243,7 +244,10 @@ class Engine:
     def _select(self, rows: SequenceOf[Row], drafts: list[Draft | None], view: BatchView, clock: _Clock) -> list[Draft | None]:
         """The policy's batch-wide trim to what is worth verifying; what it trims is shadowed."""
         views = [
-            DraftView(row.seq.seq_id, row.drafter, len(draft), draft.probs is None, tuple(draft.confidence) if draft.confidence else None)
+            DraftView(
+                row.seq.seq_id, row.drafter, len(draft), draft.probs is None, tuple(draft.confidence) if draft.confidence else None,
+                draft.parents,
+            )
             for row, draft in zip(rows, drafts, strict=True)
             if draft is not None
         ]
@@ -269,8 +273,9 @@ class Engine:
         self, out: ForwardOutput, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None], verdicts: SequenceOf[Verdict | None]
     ) -> list[OutputDelta]:
         deltas = []
-        kept: list[tuple[Row, int, int, int]] = []   # (row, new tokens, accepted drafts among them, offset in the pass)
+        kept: list[tuple[Row, int, SequenceOf[int], int]] = []   # (row, new tokens, accepted drafts among them, offset in the pass)
         finished: list[Sequence] = []
+        self.runner.compact(rows, verdicts)
         for row, draft, verdict, offset in zip(rows, drafts, verdicts, out.offsets, strict=True):
             seq = row.seq
             if seq.request.request_id in self._prompt_logprobs and seq.index == 0:
@@ -284,10 +289,9 @@ class Engine:
                 if seq.status is Status.FINISHED:
                     finished.append(seq)
             if self.drafters:
-                num_accepted = max(0, min(verdict.num_accepted, num_new - 1)) if verdict else 0
                 if verdict is not None:
                     self._shadows.compare(seq)
-                kept.append((row, num_new, num_accepted, offset))
+                kept.append((row, num_new, verdict.accepted(num_new) if verdict else range(0), offset))
         alike: list[Committed] | None = None   # for drafters that want no hidden states
         for drafter in self.drafters.values():
             if drafter.hidden_layers:
@@ -316,8 +320,8 @@ class Engine:
             seq.finish_reason, seq.stop_reason = "stop", text_output.stopped_by
         elif seq.status is Status.FINISHED:
             text += text_output.flush()
-        num_accepted = min(verdict.num_accepted, len(tokens))
-        seq.stats.observe(len(draft) if draft else 0, num_accepted)
+        num_accepted, accepted = min(verdict.num_accepted, len(tokens)), verdict.accepted(len(verdict.tokens))
+        seq.stats.observe(len(draft) if draft else 0, num_accepted, draft.depth if draft else 0)
         delta = OutputDelta(
             seq.request.request_id,
             seq.index,
@@ -329,7 +333,7 @@ class Engine:
             stop_reason=seq.stop_reason,
             num_cached=seq.num_cached,
             stats=seq.stats if seq.status is Status.FINISHED else None,
-            rejected=draft.tokens[verdict.num_accepted :] if draft else [],
+            rejected=[] if draft is None else [t for node, t in enumerate(draft.tokens) if node not in accepted],
         )
         if seq.num_output_tokens == len(tokens) and seq.request.request_id in self._prompt_logprobs:
             delta.prompt_logprobs = self._prompt_logprobs[seq.request.request_id].result() if seq.index == 0 else None
@@ -359,6 +363,8 @@ class Engine:
                     verdict.num_accepted,
                     row.start + row.length,
                     tuple(draft.confidence) if draft and draft.confidence else None,
+                    draft.parents if draft else None,
+                    verdict.path,
                 )
                 for row, before, draft, verdict in zip(plan.rows, proposed, drafts, verdicts, strict=True)
                 if verdict is not None
@@ -418,11 +424,16 @@ class Engine:
         self.metrics.observe_prefix_cache(pool.num_queried_tokens, pool.num_hit_tokens)
 
 
-def _draft_request(seq: Sequence, k: int) -> DraftRequest:
-    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table)
+def _draft_request(seq: Sequence, k: int, room: int) -> DraftRequest:
+    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table, room=room)
 
 
-def _committed(row: Row, num_new: int, num_accepted: int, offset: int, layers: SequenceOf[Tensor]) -> Committed:
-    seq = row.seq
-    hidden = tuple(layer[offset : offset + row.length + num_accepted] for layer in layers) or None
-    return Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, num_accepted, row.start, hidden, seq.block_table)
+def _committed(row: Row, num_new: int, accepted: SequenceOf[int], offset: int, layers: SequenceOf[Tensor]) -> Committed:
+    seq, end = row.seq, offset + row.length
+    hidden: tuple[Tensor, ...]
+    if isinstance(accepted, range):
+        hidden = tuple(layer[offset : end + len(accepted)] for layer in layers)
+    else:
+        nodes = [*range(offset, end), *(end + node for node in accepted)]
+        hidden = tuple(layer[nodes] for layer in layers)
+    return Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, len(accepted), row.start, hidden or None, seq.block_table)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.models.attention import KVCache
+from headway.models.attention import KVCache, Tree
 from headway.models.decoder import Decoder
-from headway.types import Draft, Row
+from headway.types import Draft, Row, Verdict
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ class Runner:
         spans: list[tuple[list[int], int, int]] = []
         offsets: list[int] = []
         wanted: list[int] = []
+        trees: list[Tree | None] = []
         for row, draft in zip(rows, drafts, strict=True):
             offsets.append(len(token_ids))
             end = row.start + row.length
@@ -55,12 +56,13 @@ class Runner:
             if row.samples:
                 wanted.extend(range(offsets[-1] + row.length - 1, len(token_ids)))
             spans.append((row.seq.block_table, row.start, len(token_ids) - offsets[-1]))
-        positions = np.concatenate([np.arange(start, start + length) for _, start, length in spans])
+            trees.append(None if draft is None or draft.parents is None else Tree(end, draft.parents))
+        positions = np.concatenate([_positions(span, tree) for span, tree in zip(spans, trees, strict=True)])
         device = self.model.device
         hidden, layers = self.model.forward(
             torch.tensor(token_ids, device=device),
             torch.from_numpy(positions).to(device),
-            self.cache.plan(spans),
+            self.cache.plan(spans, trees if any(trees) else ()),
             self.cache,
             self.hidden_layers,
         )
@@ -71,3 +73,26 @@ class Runner:
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]"""
         return self.model.logits(hidden)
+
+    def compact(self, rows: SequenceOf[Row], verdicts: SequenceOf[Verdict | None]) -> None:
+        """Moves the K/V of accepted nodes to the slots behind the known tokens, where those of a chain are."""
+        sources: list[int] = []
+        targets: list[int] = []
+        size = self.block_size
+        for row, verdict in zip(rows, verdicts, strict=True):
+            if verdict is None or not verdict.path:
+                continue
+            table, base = row.seq.block_table, row.start + row.length
+            for depth, node in enumerate(verdict.path):
+                if node != depth:
+                    sources.append(table[(base + node) // size] * size + (base + node) % size)
+                    targets.append(table[(base + depth) // size] * size + (base + depth) % size)
+        self.cache.move(sources, targets)
+
+
+def _positions(span: tuple[list[int], int, int], tree: Tree | None) -> np.ndarray:
+    """Of the row's tokens: a node's is that of its depth."""
+    _, start, length = span
+    if tree is None:
+        return np.arange(start, start + length)
+    return np.concatenate([np.arange(start, tree.base), tree.base + np.array(tree.depths)])

@@ -30,14 +30,15 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Purpose(IntEnum):
-    """What a random number decides. BLOCK and DRAFT begin families: BLOCK + j judges draft j of the block that starts at a position,
-    DRAFT + j draws it."""
+    """What a random number decides. BLOCK, SIBLING and DRAFT begin families: BLOCK + j judges draft j of the block that starts at a
+    position, DRAFT + j draws it, SIBLING + j judges the j-th of several drafts for one position."""
 
     TOKEN = 0
     ACCEPT = 1
     RESIDUAL = 2
     SYNTHETIC = 3
     BLOCK = 16
+    SIBLING = 1 << 12
     DRAFT = 1 << 16
 
 
@@ -145,6 +146,21 @@ class Sampler:
         for block in self._blocks(edited):
             _fill(tokens, [row for row, _ in block], argmax(self._processed(logits, block)).tolist())
         return tokens
+
+    def candidates(self, logits: Tensor, positions: SequenceOf[Position], count: int) -> tuple[Tensor, Tensor]:
+        """The `count` most likely tokens at each position, row i of `logits` [n, vocab], and their probabilities: int64 and f32 [n, count].
+        Requests sample from these probabilities; those of greedy ones are at temperature 1, after what can change the argmax."""
+        count = min(count, self.vocab_size)
+        tokens = torch.empty(len(positions), count, dtype=torch.int64, device=self.device)
+        probs = torch.empty(len(positions), count, device=self.device)
+        for greedy in (True, False):
+            mine = [(row, position) for row, position in enumerate(positions) if position.seq.params.greedy == greedy]
+            for block in self._blocks(mine):
+                p = torch.softmax(self._processed(logits, block), -1) if greedy else self.probabilities(logits, block)
+                best, columns = p[:, : self.vocab_size].topk(count)
+                rows = [row for row, _ in block]
+                tokens[rows], probs[rows] = columns, best
+        return tokens, probs
 
     def probabilities(self, logits: Tensor, rows: SequenceOf[Target]) -> Tensor:
         """What non-greedy requests sample from at these (row of `logits`, position) pairs: f32 [n, width], rows sum to 1.

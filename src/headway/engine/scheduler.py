@@ -32,6 +32,7 @@ class Scheduler:
         max_model_len: int,
         drafters: tuple[str, ...] = (),
         max_k: int = 0,
+        tree_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
@@ -39,6 +40,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.drafters = drafters
         self.max_k = max_k
+        self.tree_sizes = tree_sizes or {}   # nodes at most, of the drafters that draft trees
         self.waiting: list[Sequence] = []   # by urgency
         self.running: list[Sequence] = []   # by urgency
         self.num_steps = 0
@@ -110,7 +112,7 @@ class Scheduler:
         """Blocks for the drafts to come. `schedule` promised them, so they are there; `commit` takes back what was not accepted."""
         for row in rows:
             if row.k > 0:
-                self._extend(row.seq, row.start + row.length + row.k)
+                self._extend(row.seq, row.start + row.length + row.room)
 
     def lend(self, seq: Sequence, num_drafts: int) -> None:
         """Blocks for drafts of a decoding sequence that nobody will verify, as far as any are free; `commit` takes them back."""
@@ -206,20 +208,22 @@ class Scheduler:
 
     def _grant_drafts(self, rows: dict[int, Row], wishes: Mapping[int, Choice]) -> None:
         """Clamps wishes to what fits: as many draft tokens as the budget has, shared fairly, in blocks that are free."""
-        wanted: dict[int, int] = {}
+        wanted: dict[int, tuple[int, int]] = {}   # seq_id -> (k, draft tokens in all)
         for seq_id, choice in wishes.items():
             row = rows.get(seq_id)
             if row is not None and row.seq.is_decoding and choice.k > 0 and choice.drafter in self.drafters:
-                wanted[seq_id] = min(choice.k, self._k_allowed(row.seq))
-        cap = _fair_cap(list(wanted.values()), self.token_budget)
+                k = min(choice.k, self._k_allowed(row.seq))
+                wanted[seq_id] = k, max(k, self.tree_sizes.get(choice.drafter, 0)) if k else 0
+        cap = _fair_cap([tokens for _, tokens in wanted.values()], self.token_budget)
         promised = 0
-        for seq_id, k in wanted.items():
+        for seq_id, (k, tokens) in wanted.items():
             row = rows[seq_id]
             end, held = row.start + row.length, len(row.seq.block_table)
             room = (held + self.pool.num_free - promised) * self.pool.block_size - end
-            row.k = max(0, min(k, cap, room))
+            row.room = max(0, min(tokens, cap, room))
+            row.k = min(k, row.room)
             row.drafter = wishes[seq_id].drafter if row.k else NO_DRAFT
-            promised += self.pool.blocks_for(end + row.k) - held
+            promised += self.pool.blocks_for(end + row.room) - held
 
     def _append(self, seq: Sequence, tokens: list[int]) -> int:
         """Appends up to and including the first token that ends the sequence; returns how many were kept."""

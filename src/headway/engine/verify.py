@@ -1,6 +1,6 @@
 """Accept or reject drafts: the only place that decides acceptance.
 
-Four rules, chosen by the request and `rejection_sample_method`:
+Five rules, chosen by the request and `rejection_sample_method`:
 
 matching      Greedy requests, and every draft that is a function of the prefix (Draft.probs is None): the target chooses its own
               token at each position, with that position's own random number, and drafts are accepted while they are equal.
@@ -9,10 +9,14 @@ matching      Greedy requests, and every draft that is a function of the prefix 
               it is distributed as p without x. So neither the output distribution nor the acceptance rate differs, and since t
               is what plain decoding would have drawn, a seeded request writes the same text with speculation on and off. No lossless
               rule accepts more: P(first i drafts kept) cannot exceed the target's probability of them, which matching attains.
+              In a tree the walk goes down to the child that is the target's token, as long as there is one.
 standard      Sampled drafts: accept x with min(1, p(x)/q(x)); at the first refusal sample from max(p - q, 0), rescaled
               (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 block         Sampled drafts, judged together: the longest prefix that passes wins, even when a shorter one does not
-              (Sun et al. 2024, arXiv 2403.10444). Never accepts fewer tokens in expectation.
+              (Sun et al. 2024, arXiv 2403.10444). Never accepts fewer tokens in expectation. Chains only.
+siblings      Sampled trees: at each node, from the top down, its children in turn are accepted with min(1, p(x)/q(x)); after a refusal
+              p becomes max(p - q, 0), rescaled, and q loses x, rescaled. When all are refused the next token is drawn from p
+              (SpecInfer, arXiv 2305.09781; without replacement as in Sequoia, arXiv 2402.12374).
 lossy         `synthetic` accepts at given rates whatever the tokens are, and `lossy_typical` accepts what is likely enough
               (Medusa, arXiv 2401.10774). Their output is not the model's: `Verifier.lossless` is False.
 """
@@ -42,10 +46,35 @@ class Candidate(NamedTuple):
     tokens: list[int]
     probs: Tensor | None
     offset: int
+    parents: tuple[int, ...] | None = None
+
+    def spans(self) -> list[Span]:
+        """Its rows: each decides the token after what comes before it."""
+        if self.parents is None:
+            return [Span(self.seq, self.tokens, 0, 1 + len(self.tokens))]
+        paths: list[list[int]] = []
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else []), token])
+        return [Span(self.seq, [], 0, 1), *(Span(self.seq, path, len(path), 1) for path in paths)]
+
+    def children(self) -> list[list[int]]:
+        """By node, those of -1 the last."""
+        assert self.parents is not None
+        found: list[list[int]] = [[] for _ in range(len(self.tokens) + 1)]
+        for node, parent in enumerate(self.parents):
+            found[parent].append(node)
+        return found
+
+
+class Decision(NamedTuple):
+    """How many drafts were accepted, the token that follows them, and of a tree which nodes."""
+
+    kept: int
+    token: int
+    path: tuple[int, ...] | None = None
 
 
 FloatArray = NDArray[np.float64]
-Decision = tuple[int, int]   # (number of accepted drafts, the token that follows them)
 
 
 class Verifier:
@@ -68,12 +97,12 @@ class Verifier:
         logits  [sum(1 + len(draft)), vocab], the target's, in its dtype: for each row those after its last known token, then those
                 after each of its drafts. Not changed.
 
-        Raises ValueError for drafts that are not a chain and for shapes that do not fit.
+        Raises ValueError for trees where the method judges chains, and for shapes that do not fit.
         """
         candidates = self._candidates(logits, rows, drafts)
         decide = self._synthetic if self.method == "synthetic" else self._mixed
         decisions = decide(logits, candidates)
-        verdicts = [Verdict([*c.tokens[:kept], token], kept) for c, (kept, token) in zip(candidates, decisions, strict=True)]
+        verdicts = [_verdict(c, decision) for c, decision in zip(candidates, decisions, strict=True)]
         self._add_logprobs(logits, candidates, verdicts)
         return verdicts
 
@@ -83,11 +112,14 @@ class Verifier:
         for row, draft in zip(rows, drafts, strict=True):
             tokens: list[int] = [] if draft is None else draft.tokens
             probs = None if draft is None or not tokens else draft.probs
-            if draft is not None and draft.parents is not None and tuple(draft.parents) != tuple(range(-1, len(tokens) - 1)):
-                raise ValueError(f"only chains of drafts can be verified, got parents {draft.parents}")
+            parents = None if draft is None else draft.parents
+            if parents is not None and self.method != "standard":
+                raise ValueError(f"rejection_sample_method {self.method!r} judges chains of drafts, got parents {parents}")
+            if parents is not None and (len(parents) != len(tokens) or not all(-1 <= parent < j for j, parent in enumerate(parents))):
+                raise ValueError(f"the parents of {len(tokens)} drafts must come before them, got {parents}")
             if probs is not None and tuple(probs.shape) != (len(tokens), self.vocab_size):
                 raise ValueError(f"Draft.probs must be [{len(tokens)}, {self.vocab_size}], got {list(probs.shape)}")
-            out.append(Candidate(row.seq, tokens, probs, offset))
+            out.append(Candidate(row.seq, tokens, probs, offset, parents))
             offset += 1 + len(tokens)
         if tuple(logits.shape) != (offset, self.vocab_size):
             raise ValueError(f"these rows and drafts need logits [{offset}, {self.vocab_size}], got {list(logits.shape)}")
@@ -98,7 +130,9 @@ class Verifier:
         weighed = [i for i, c in enumerate(candidates) if self._is_weighed(c)]
         if not weighed:
             return self._matching(logits, candidates)
-        decisions: dict[int, Decision] = dict(zip(weighed, self._weighed(logits, [candidates[i] for i in weighed]), strict=True))
+        decisions = {i: self._descend(logits, candidates[i]) for i in weighed if candidates[i].parents is not None}
+        weighed = [i for i in weighed if i not in decisions]
+        decisions |= zip(weighed, self._weighed(logits, [candidates[i] for i in weighed]), strict=True)
         matched = [i for i in range(len(candidates)) if i not in decisions]
         if matched:
             chosen = [candidates[i] for i in matched]
@@ -114,18 +148,31 @@ class Verifier:
 
     def _matching(self, logits: Tensor, candidates: list[Candidate]) -> list[Decision]:
         """`logits`: the rows of these candidates only, in order."""
-        sampled = self.sampler.sample(logits, [Span(c.seq, c.tokens, 0, 1 + len(c.tokens)) for c in candidates])
+        sampled = self.sampler.sample(logits, [span for c in candidates for span in c.spans()])
         decisions = []
         row = 0
         for c in candidates:
-            kept = 0
-            for token in c.tokens:
-                if token != sampled[row + kept]:
-                    break
-                kept += 1
-            decisions.append((kept, sampled[row + kept]))
+            decisions.append(_matched(c, sampled[row : row + 1 + len(c.tokens)]))
             row += 1 + len(c.tokens)
         return decisions
+
+    def _descend(self, logits: Tensor, c: Candidate) -> Decision:
+        """A sampled tree: see `siblings` above. Rows of `logits` are looked at as they are reached."""
+        assert c.probs is not None
+        spans, children = c.spans(), c.children()
+        path: list[int] = []
+        while True:
+            node = path[-1] if path else -1
+            span, position = spans[1 + node], len(c.seq.token_ids) + len(path)
+            p = self.sampler.probabilities(logits, [(c.offset + 1 + node, Position(c.seq, span.drafts, span.first))])
+            below = children[node]
+            numbers = uniforms([c.seq.seed] * len(below), [position] * len(below), [_sibling(i) for i in range(len(below))])
+            accepted, p = _first_accepted(p, c.probs[below[0]] if below else None, [c.tokens[child] for child in below], numbers)
+            if accepted is None:
+                break
+            path.append(below[accepted])
+        number = uniforms([c.seq.seed], [position], Purpose.RESIDUAL if below else Purpose.TOKEN)
+        return Decision(len(path), draw(p, number)[0], tuple(path))
 
     def _synthetic(self, logits: Tensor, candidates: list[Candidate]) -> list[Decision]:
         """Accept draft j, given the ones before it, with its conditional rate; the final token is the target's own."""
@@ -136,7 +183,7 @@ class Verifier:
             kept.append(_first_refusal(numbers < np.array(self._rates[:length])))
         spans = [Span(c.seq, c.tokens, n, 1) for c, n in zip(candidates, kept, strict=True)]
         rows = [c.offset + n for c, n in zip(candidates, kept, strict=True)]
-        return list(zip(kept, self.sampler.sample(logits[rows], spans), strict=True))
+        return [Decision(*pair) for pair in zip(kept, self.sampler.sample(logits[rows], spans), strict=True)]
 
     def _weighed(self, logits: Tensor, candidates: list[Candidate]) -> Iterator[Decision]:
         """Decisions that need the target's probabilities, in groups that fit the sampler's workspace."""
@@ -163,7 +210,8 @@ class Verifier:
             weights = _residuals(p, q, group, kept, factors)
         positions = [len(c.seq.token_ids) + n for c, n in zip(group, kept, strict=True)]
         purposes = [Purpose.TOKEN if n == len(c.tokens) else Purpose.RESIDUAL for c, n in zip(group, kept, strict=True)]
-        return list(zip(kept, draw(weights, uniforms([c.seq.seed for c in group], positions, purposes)), strict=True))
+        numbers = uniforms([c.seq.seed for c in group], positions, purposes)
+        return [Decision(*pair) for pair in zip(kept, draw(weights, numbers), strict=True)]
 
     def _typical_lengths(self, p: Tensor, group: list[Candidate]) -> list[int]:
         """Medusa's rule: keep x while p(x) > min(threshold, alpha * exp(-entropy of p))."""
@@ -179,11 +227,68 @@ class Verifier:
             if c.seq.params.logprobs is not None:
                 by_count.setdefault(c.seq.params.logprobs, []).append(i)
         for num_top, wanted in by_count.items():
-            rows = [candidates[i].offset + j for i in wanted for j in range(len(verdicts[i].tokens))]
+            rows = [candidates[i].offset + j for i in wanted for j in _judging_rows(verdicts[i])]
             found = iter(token_logprobs(logits[rows], [token for i in wanted for token in verdicts[i].tokens], num_top))
             for i in wanted:
                 logprobs: list[TokenLogprobs] = [next(found) for _ in verdicts[i].tokens]
                 verdicts[i].logprobs = logprobs
+
+
+def _verdict(c: Candidate, decision: Decision) -> Verdict:
+    accepted = c.tokens[: decision.kept] if decision.path is None else [c.tokens[node] for node in decision.path]
+    return Verdict([*accepted, decision.token], decision.kept, path=decision.path)
+
+
+def _judging_rows(verdict: Verdict) -> list[int]:
+    """Which of its rows decided each token of a verdict."""
+    return [0, *(1 + draft for draft in verdict.accepted(len(verdict.tokens)))]
+
+
+def _matched(c: Candidate, sampled: list[int]) -> Decision:
+    """`sampled`: the target's token at each of the candidate's rows."""
+    if c.parents is None:
+        kept = 0
+        for token in c.tokens:
+            if token != sampled[kept]:
+                break
+            kept += 1
+        return Decision(kept, sampled[kept])
+    following = {(parent, token): node for node, (parent, token) in enumerate(zip(c.parents, c.tokens, strict=True))}
+    path: list[int] = []
+    node = following.get((-1, sampled[0]))
+    while node is not None:
+        path.append(node)
+        node = following.get((node, sampled[1 + node]))
+    return Decision(len(path), sampled[1 + path[-1] if path else 0], tuple(path))
+
+
+def _first_accepted(p: Tensor, q: Tensor | None, tokens: list[int], numbers: FloatArray) -> tuple[int | None, Tensor]:
+    """Which of the siblings `tokens`, drawn in turn without replacement from `q`, is accepted (None: none), and p, or what is left of it.
+
+    p  [1, width], changed        q  [vocab], None where there are no siblings
+    """
+    if q is None:
+        return None, p
+    q = q.to(p, copy=True)
+    ours = p[0, : len(q)]
+    for i, (token, number) in enumerate(zip(tokens, numbers.tolist(), strict=True)):
+        if number * float(q[token]) < float(ours[token]):
+            return i, p
+        rest = (ours - q).clamp_(min=0.0)
+        total = float(rest.sum())
+        if total > 0.0:     # nothing is left only when p = q up to rounding; then p itself is the limit
+            ours.copy_(rest / total)
+        q[token] = 0.0
+        total = float(q.sum())
+        if total <= 0.0:    # nothing more could have been drawn
+            break
+        q /= total
+    return None, p
+
+
+def _sibling(index: int) -> int:
+    """The purpose of the number that judges it; the first one is judged as a chain's draft is."""
+    return Purpose.SIBLING + index if index else Purpose.ACCEPT
 
 
 def conditional_rates(marginal: SequenceOf[float]) -> list[float]:

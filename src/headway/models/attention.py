@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +25,39 @@ from torch import Tensor
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
 from headway.models.rope import Rope
+from headway.types import depths_of
 
 Row = tuple[list[int], int, int]
 """(block_table, start, length)"""
+
+MAX_NODES = 128
+"""Of one tree."""
+
+
+class Tree(NamedTuple):
+    """A row whose last tokens are a tree of drafts: node j is in slot `base + j`, sees every slot before `base` and its own path, and
+    stands at position base + its depth. Nodes before the row's first token are in the cache already.
+
+    parents   by node, up to the row's end: the node it follows (< j), -1 for those that follow the token in slot base - 1
+    """
+
+    base: int
+    parents: tuple[int, ...]
+
+    @property
+    def depths(self) -> list[int]:
+        """By node, 0 for those that follow what is before the tree."""
+        return depths_of(self.parents)
+
+    def checked(self, row: Row) -> Tree:
+        """Raises ValueError unless it fits the row."""
+        _, start, length = row
+        if len(self.parents) != start + length - self.base or not 1 <= len(self.parents) <= MAX_NODES or self.base < 1:
+            raise ValueError(f"a tree of 1 to {MAX_NODES} nodes must end with its row, got {len(self.parents)} from slot {self.base} on in "
+                             f"a row of tokens [{start}, {start + length})")
+        if not all(-1 <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError(f"the parent of node j must be in -1 ... j - 1, got {self.parents}")
+        return self
 
 
 class AttentionPlan(ABC):
@@ -70,10 +101,20 @@ class KVCache:
         """ "native" or "tiles"."""
         return self._backend.__name__.rpartition("_")[2]
 
-    def plan(self, rows: Sequence[Row]) -> AttentionPlan:
-        """Where the K/V of these rows goes and how they are attended; the pass's tokens are the rows' tokens, in their order."""
-        plan: AttentionPlan = self._backend.make_plan(rows, self.block_size, self.layers[0].device)
+    def plan(self, rows: Sequence[Row], trees: Sequence[Tree | None] = ()) -> AttentionPlan:
+        """Where the K/V of these rows goes and how they are attended; the pass's tokens are the rows' tokens, in their order.
+
+        trees   one entry per row where any of them carries a tree; empty: all are chains
+        """
+        trees = [None if tree is None else tree.checked(row) for row, tree in zip(rows, trees, strict=True)] if any(trees) else ()
+        plan: AttentionPlan = self._backend.make_plan(rows, self.block_size, self.layers[0].device, trees)
         return plan
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies keys and values of all layers from slot to slot (block * block_size + offset), in order: a target may be a later source
+        only where it was one before."""
+        if sources:
+            self._backend.move(self, sources, targets)
 
     @staticmethod
     def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

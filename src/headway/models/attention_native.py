@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway import native
-from headway.models.attention import AttentionPlan, Row
+from headway.models.attention import MAX_NODES, AttentionPlan, KVCache, Row, Tree
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
 from headway.models.rope import Rope
-from headway.native.ops import AttentionArgs, RotateArgs
+from headway.native.ops import AttentionArgs, MoveArgs, RotateArgs
 
 TASKS_PER_THREAD = 3
 """Rows are cut finer when a step has few tasks, so that threads finish together."""
@@ -36,6 +36,7 @@ def fits(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch
         and block_size % native.LANES == 0
         and config.head_dim % native.LANES == 0
         and config.head_dim <= library.max_head_dim
+        and library.max_nodes >= MAX_NODES
     )
 
 
@@ -62,7 +63,7 @@ _libc = ctypes.CDLL(None)
 class NativePlan(AttentionPlan):
     """The rows as the kernels read them; arrays live as long as the plan."""
 
-    def __init__(self, rows: Sequence[Row], block_size: int, library: native.Library) -> None:
+    def __init__(self, rows: Sequence[Row], block_size: int, library: native.Library, trees: Sequence[Tree | None] = ()) -> None:
         self.library = library
         self.block_size = block_size
         self.starts = np.array([start for _, start, _ in rows], dtype=np.int64)
@@ -82,6 +83,12 @@ class NativePlan(AttentionPlan):
         positions = np.arange(self.num_tokens) + np.repeat(self.starts - self.first_tokens, self.lengths)
         self.slots = self.tables[of_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
         self.max_block = int(self.tables.max(initial=0))
+        self.trees: NDArray[np.int32] | None = None     # [num_rows, 2]: slot of the first node or -1, its first entry in `parents`
+        if trees:
+            sizes = [0 if tree is None else len(tree.parents) for tree in trees]
+            bases = [-1 if tree is None else tree.base for tree in trees]
+            self.trees = np.stack([bases, np.cumsum(sizes) - sizes], axis=1).astype(np.int32)
+            self.parents = np.array([parent for tree in trees if tree is not None for parent in tree.parents], dtype=np.int32)
         self._attention: AttentionArgs | None = None
 
     def begin(self, positions: Tensor, rope: Rope, dtype: torch.dtype) -> None:
@@ -123,6 +130,8 @@ class NativePlan(AttentionPlan):
                 table_width=self.tables.shape[1], num_tasks=len(self.tasks), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
                 block_size=self.block_size, num_threads=threads, scale=head_dim**-0.5,
             )
+            if self.trees is not None:
+                self._attention.trees, self._attention.parents = self.trees.ctypes.data, self.parents.ctypes.data
             self._rotate = RotateArgs(
                 cos=self.cos.data_ptr(), sin=self.sin.data_ptr(), slots=self.slots.ctypes.data, num_tokens=num_tokens,
                 stride=qkv.stride(0), heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=self.block_size, num_threads=threads,
@@ -150,7 +159,22 @@ class NativePlan(AttentionPlan):
         return tasks.astype(np.int32)
 
 
-def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str) -> NativePlan:
+def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str, trees: Sequence[Tree | None] = ()) -> NativePlan:
     library = native.library()
     assert library is not None
-    return NativePlan(rows, block_size, library)
+    return NativePlan(rows, block_size, library, trees)
+
+
+def move(cache: KVCache, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """See `KVCache.move`."""
+    library = native.library()
+    assert library is not None
+    slots = np.array([sources, targets], dtype=np.int64)
+    if slots.min() < 0 or slots.max() >= cache.num_blocks * cache.block_size:
+        raise ValueError(f"slots are 0 ... {cache.num_blocks * cache.block_size - 1}, got {slots.min()} ... {slots.max()}")
+    args = MoveArgs(
+        pages=ctypes.addressof(cache.pointers), sources=slots[0].ctypes.data, targets=slots[1].ctypes.data, num_moves=slots.shape[1],
+        num_layers=len(cache.layers), kv_heads=cache.config.num_kv_heads, head_dim=cache.config.head_dim, block_size=cache.block_size,
+        num_threads=torch.get_num_threads(),
+    )
+    library.function("move", cache.layers[0].dtype)(ctypes.byref(args))

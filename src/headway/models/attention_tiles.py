@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.models import attention_cuda
-from headway.models.attention import AttentionPlan, Row
+from headway.models.attention import AttentionPlan, KVCache, Row, Tree
 from headway.models.attention_cuda import Ragged
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
@@ -59,6 +59,8 @@ class Tile:
     run      (first block, number of blocks) when they are consecutive: copying larger pieces is faster
     positions    int64 [num_rows, length]: position of every query token
     context_end  tokens the longest row sees: <= context, which is whole blocks
+    paths        where a row carries a tree: (position of each slot int64 [num_rows, context], whether a query may look at it, order apart,
+                 bool [num_rows, length, context])
     """
 
     tokens: slice
@@ -71,6 +73,7 @@ class Tile:
     run: tuple[int, int] | None
     positions: Tensor
     context_end: int
+    paths: tuple[Tensor, Tensor] | None = None
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
@@ -85,10 +88,12 @@ class Tile:
         mask = self.masks.get(window)
         if mask is None:
             own = self.positions[:, :, None]
-            key = torch.arange(self.context, device=own.device)
+            key = torch.arange(self.context, device=own.device) if self.paths is None else self.paths[0][:, None]
             hidden = key > own
             if window is not None:
                 hidden |= key <= own - window
+            if self.paths is not None:
+                hidden |= ~self.paths[1]
             mask = torch.zeros(hidden.shape, dtype=dtype, device=own.device).masked_fill_(hidden, float("-inf"))
             mask = self.masks[window] = mask.repeat_interleave(shared, dim=1)[None]
         return mask
@@ -135,7 +140,7 @@ class TilePlan(AttentionPlan):
         return attend(qkv[:, : qkv.shape[1] - pages.shape[0]], pages, self, layer.window)
 
 
-def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str) -> TilePlan:
+def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str, trees: Sequence[Tree | None] = ()) -> TilePlan:
     """The tokens of the pass are the rows' tokens, in the order of `rows`."""
     by_size = sorted(range(len(rows)), key=lambda i: (rows[i][2], rows[i][1]), reverse=True)
     if len({rows[i][1:] for i in by_size}) == 1:
@@ -161,6 +166,8 @@ def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str) 
     begin = 0
     for group in groups:
         tiles.append(_tile([rows[i] for i in group], [tables[i] for i in group], begin, block_size, device))
+        if any(trees[i] for i in group) if trees else False:
+            _grow_trees(tiles[-1], [rows[i] for i in group], [trees[i] for i in group])
         begin = tiles[-1].tokens.stop
     return TilePlan(
         tiles=tiles,
@@ -168,7 +175,7 @@ def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str) 
         stale=torch.from_numpy(np.concatenate(stale)).to(device) if stale else None,
         order=order,
         inverse=inverse,
-        ragged=Ragged.make([rows[i] for i in in_order], block_size, device) if torch.device(device).type == "cuda" else None,
+        ragged=Ragged.make([rows[i] for i in in_order], block_size, device) if torch.device(device).type == "cuda" and not trees else None,
     )
 
 
@@ -216,6 +223,40 @@ def _tile(rows: list[Row], tables: list[np.ndarray], begin: int, block_size: int
         positions=torch.from_numpy(starts[:, None] + ahead).to(device),
         context_end=int((starts + lengths).max()),
     )
+
+
+def _grow_trees(tile: Tile, rows: Sequence[Row], trees: Sequence[Tree | None]) -> None:
+    """Gives the tile the positions and paths of its rows' nodes."""
+    where = np.tile(np.arange(tile.context), (len(rows), 1))
+    positions = tile.positions.cpu().numpy().copy()
+    visible = np.ones((len(rows), tile.length, tile.context), dtype=np.bool_)
+    for i, ((_, _start, _length), tree) in enumerate(zip(rows, trees, strict=True)):
+        if tree is None:
+            continue
+        base, num_nodes = tree.base, len(tree.parents)
+        paths = np.zeros((num_nodes, num_nodes), dtype=np.bool_)
+        for node, parent in enumerate(tree.parents):
+            if parent >= 0:
+                paths[node] = paths[parent]
+            paths[node, node] = True
+        where[i, base : base + num_nodes] = base + np.array(tree.depths)
+        slots = positions[i]                       # so far the slot of each query
+        nodes = slots >= base
+        visible[i, nodes, base : base + num_nodes] = paths[slots[nodes] - base]
+        visible[i, ~nodes, base : base + num_nodes] = False
+        positions[i] = where[i, slots]
+    device = tile.positions.device
+    tile.positions = torch.from_numpy(positions).to(device)
+    tile.paths = torch.from_numpy(where).to(device), torch.from_numpy(visible).to(device)
+
+
+def move(cache: KVCache, sources: Sequence[int], targets: Sequence[int]) -> None:
+    """See `KVCache.move`."""
+    device = cache.layers[0].device
+    source, target = (torch.tensor(slots, device=device) for slots in (sources, targets))
+    for pages in cache.layers:
+        flat = pages.view(pages.shape[0], -1, cache.config.head_dim)
+        flat.index_copy_(1, target, flat.index_select(1, source))
 
 
 def attend(q: Tensor, pages: Tensor, plan: TilePlan, window: int | None) -> Tensor:

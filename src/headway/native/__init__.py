@@ -20,7 +20,7 @@ import torch
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 LANES = 16
-INTERFACE = 2
+INTERFACE = 3
 """As in kernels.h."""
 
 VARIANTS = ("avx512_bf16", "avx512", "avx2", "neon")
@@ -46,6 +46,7 @@ class Library:
         self.linear_panel: int = self._dll.linear_panel()
         self.tile_rows: int = self._dll.tile_rows()
         self.max_head_dim: int = self._dll.max_head_dim()
+        self.max_nodes: int = self._dll.max_nodes()
 
     def function(self, name: str, dtype: torch.dtype) -> Callable[[object], None]:
         """A kernel for this element type; it takes a pointer to its argument record. KeyError for a type there is none for."""

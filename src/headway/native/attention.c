@@ -9,11 +9,16 @@
 // read once for all of them. Keys are taken CHUNK at a time with the running maximum and sum of the softmax (Milakov and Gimelshein,
 // arXiv:1805.02867). Chunks begin at multiples of CHUNK of the sequence, so the result for a query does not depend on which queries share its
 // pass: a verified draft gets the bits that plain decoding gives.
+//
+// Nodes of a tree of drafts lie in the slots behind the known tokens, parents before children; a node sees the known tokens and its path.
+// Its scores are put in the order of the path, and so are the values of the path (in a copy), before anything is summed: the sums are
+// those of a chain, bit for bit.
 #include "kernels.h"
 #include "parallel.h"
 
 #define CHUNK 256
 #define MAX_HEAD_DIM 256
+#define MAX_NODES 128       // of a tree
 #if defined(__AVX512F__)
 #define TILE 24
 #define ROWS 6      // query vectors at a time: ROWS x KEYS accumulators in registers
@@ -38,6 +43,10 @@ EXPORT int bf16_pack(void) {
 EXPORT int interface_number(void) { return INTERFACE; }
 EXPORT int tile_rows(void) { return TILE; }
 EXPORT int max_head_dim(void) { return MAX_HEAD_DIM; }
+EXPORT int max_nodes(void) { return MAX_NODES; }
 EXPORT void attention_f32(attention_args *args) { run_parallel(attend_task_f32, args, args->num_tasks, args->num_threads); }
 EXPORT void attention_f16(attention_args *args) { run_parallel(attend_task_f16, args, args->num_tasks, args->num_threads); }
 EXPORT void attention_bf16(attention_args *args) { run_parallel(attend_task_bf16, args, args->num_tasks, args->num_threads); }
+EXPORT void move_f32(move_args *args) { run_parallel(move_task_f32, args, args->num_layers, args->num_threads); }
+EXPORT void move_f16(move_args *args) { run_parallel(move_task_f16, args, args->num_layers, args->num_threads); }
+EXPORT void move_bf16(move_args *args) { run_parallel(move_task_bf16, args, args->num_layers, args->num_threads); }

@@ -21,6 +21,10 @@ typedef struct {
     float acc[TILE][MAX_HEAD_DIM];
     float top[TILE], total[TILE], fade[TILE];
     int first[TILE], last[TILE];                // positions a query sees: [first, last]
+    float node[TILE][MAX_NODES];                // of a node: its scores along its path
+    uint8_t path[TILE][MAX_NODES];              // and the nodes of the path, its own the last; empty where `depth` is 0
+    int depth[TILE];
+    ELEMENT tail[(MAX_NODES + 2) * MAX_HEAD_DIM];   // the values of one path
 } NAME(scratch);
 
 // score[r][16 * t ...] = q[r] . keys of tile t, for `rows` queries and `tiles` tiles
@@ -80,13 +84,13 @@ static void NAME(make_scores)(NAME(scratch) *s, const ELEMENT *const *keys, int 
     }
 }
 
-static void NAME(add_values)(NAME(scratch) *s, const ELEMENT *values, int offset, int units, int head_dim, ptrdiff_t ahead, int rows) {
+static void NAME(add_values)(NAME(scratch) *s, const ELEMENT *values, int offset, int units, int head_dim, ptrdiff_t ahead, int from, int rows) {
     const int vectors = head_dim / LANES;
     for (int d = 0; d < vectors; d += KEYS) {
         const int dims = vectors - d < KEYS ? vectors - d : KEYS;
         (void)dims;
         const ELEMENT *part = values + (size_t)d * LANES * PACK;
-        for (int r = 0; r < rows; r += ROWS) {
+        for (int r = from; r < rows; r += ROWS) {
             const int n = rows - r < ROWS ? rows - r : ROWS;
             const NAME(unit) (*weight)[CHUNK / PACK] = (const NAME(unit) (*)[CHUNK / PACK])&s->weight[r][offset / PACK];
             float (*out)[MAX_HEAD_DIM] = (float (*)[MAX_HEAD_DIM])&s->acc[r][d * LANES];
@@ -149,6 +153,60 @@ static void NAME(load_queries)(NAME(scratch) *s, const attention_args *a, const 
     }
 }
 
+// Finds the paths of the queries that are nodes and their scores along them. `base`: slot of the first node.
+static void NAME(follow_paths)(NAME(scratch) *s, const attention_args *a, const int32_t *row, const int32_t *table, const ELEMENT *pages, int base, const int32_t *parents, int first, int rows) {
+    const int group = a->heads / a->kv_heads, block_size = a->block_size, head_dim = a->head_dim;
+    const size_t half = (size_t)block_size * head_dim, block_stride = 2 * half * a->kv_heads;
+    int most = -1;
+    for (int r = 0; r < rows; r++) {
+        const int own = row[1] + (first + r) / group - base;
+        s->depth[r] = 0;
+        if (own < 0) continue;
+        most = own;
+        for (int node = own; node >= 0; node = parents[node]) s->depth[r]++;
+        int at = s->depth[r];
+        for (int node = own; node >= 0; node = parents[node]) s->path[r][--at] = (uint8_t)node;
+        s->last[r] = base + s->depth[r] - 1;
+        s->first[r] = a->window > 0 && s->last[r] >= a->window ? s->last[r] - a->window + 1 : 0;
+    }
+    const int begin = base / LANES * LANES, end = base + most + 1;
+    for (int at = begin; at < end;) {
+        const ELEMENT *keys[KEYS];
+        int tiles = 0;
+        for (; tiles < KEYS && at + tiles * LANES < end; tiles++) {
+            const int slot = at + tiles * LANES;
+            keys[tiles] = pages + table[slot / block_size] * block_stride + (size_t)(slot % block_size) * head_dim;
+        }
+        NAME(make_scores)(s, keys, at - begin, head_dim / PACK, 0, rows, tiles);
+        at += tiles * LANES;
+    }
+    for (int r = 0; r < rows; r++)
+        for (int d = 0; d < s->depth[r]; d++) s->node[r][d] = s->score[r][base - begin + s->path[r][d]];
+}
+
+// Adds the values at positions [from, end) of the chunk that begins at `begin`, by the path of each query; `from` is even.
+static void NAME(add_paths)(NAME(scratch) *s, const attention_args *a, const int32_t *table, const ELEMENT *pages, int base, int begin, int from, int end, int first, int rows) {
+    const int group = a->heads / a->kv_heads, block_size = a->block_size, head_dim = a->head_dim;
+    const size_t half = (size_t)block_size * head_dim, block_stride = 2 * half * a->kv_heads;
+    for (int r = 0; r < rows;) {
+        int next = r + 1;               // the query heads of one token share its path
+        while (next < rows && (first + next) / group == (first + r) / group) next++;
+        const int stop = s->last[r] + 1 < end ? s->last[r] + 1 : end;
+        for (int position = from; position < stop; position++) {
+            const int slot = position < base ? position : base + s->path[r][position - base], inside = slot % block_size;
+            const ELEMENT *value = pages + table[slot / block_size] * block_stride + half + (size_t)(inside / PACK) * PACK * head_dim + inside % PACK;
+            ELEMENT *copy = s->tail + (size_t)((position - from) / PACK) * PACK * head_dim + (position - from) % PACK;
+            for (int d = 0; d < head_dim; d++) copy[d * PACK] = value[d * PACK];
+#if PACK == 2
+            if (position + 1 == stop && (position - from) % 2 == 0)
+                for (int d = 0; d < head_dim; d++) copy[2 * d + 1].bits = 0;
+#endif
+        }
+        if (stop > from) NAME(add_values)(s, s->tail, from - begin, (stop - from + PACK - 1) / PACK, head_dim, 0, r, next);
+        r = next;
+    }
+}
+
 static void NAME(attend_task)(void *context, int64_t item) {
     const attention_args *a = context;
     const int32_t *task = a->tasks + 4 * item, *row = a->rows + 3 * task[0], *table = a->tables + task[0] * a->table_width;
@@ -160,7 +218,17 @@ static void NAME(attend_task)(void *context, int64_t item) {
     if (rows < 1 || rows > TILE) return;
     NAME(scratch) s __attribute__((aligned(64)));
     NAME(load_queries)(&s, a, row, head, first, rows);
-    const int low = s.first[0] / LANES * LANES, high = s.last[rows - 1] + 1;
+    const int base = a->trees ? a->trees[2 * task[0]] : -1;
+    int lowest = s.first[0], high = s.last[rows - 1] + 1;
+    if (base >= 0) {
+        NAME(follow_paths)(&s, a, row, table, pages, base, a->parents + a->trees[2 * task[0] + 1], first, rows);
+        high = 0;
+        for (int r = 0; r < rows; r++) {
+            lowest = s.first[r] < lowest ? s.first[r] : lowest;
+            high = s.last[r] >= high ? s.last[r] + 1 : high;
+        }
+    }
+    const int low = lowest / LANES * LANES, trunk = base >= 0 && base < high ? base / PACK * PACK : high;   // behind it, each its own values
     for (int chunk = low / CHUNK * CHUNK; chunk < high; chunk += CHUNK) {
         const int begin = chunk > low ? chunk : low, end = chunk + CHUNK < high ? chunk + CHUNK : high;
         for (int at = begin; at < end;) {
@@ -174,18 +242,22 @@ static void NAME(attend_task)(void *context, int64_t item) {
             at += tiles * LANES;
         }
         for (int r = 0; r < rows; r++) {
+            if (base >= 0)
+                for (int d = begin > base ? begin - base : 0; d < s.depth[r] && base + d < end; d++) s.score[r][base + d - begin] = s.node[r][d];
             NAME(soften)(&s, r, begin, end, a->scale);
             if (s.fade[r] != 1.0f)
                 for (int d = 0; d < head_dim; d += LANES) store_f32(&s.acc[r][d], load_f32(&s.acc[r][d]) * s.fade[r]);
         }
-        for (int at = begin; at < end;) {
-            const int inside = at % block_size, room = block_size - inside, count = end - at < room ? end - at : room;
+        const int shared = end < trunk ? end : trunk;
+        for (int at = begin; at < shared;) {
+            const int inside = at % block_size, room = block_size - inside, count = shared - at < room ? shared - at : room;
             const ELEMENT *values = pages + table[at / block_size] * block_stride + half + (size_t)inside * head_dim;
             const int next = at + CHUNK < high ? at + CHUNK : at;
             const ELEMENT *next_keys = pages + table[next / block_size] * block_stride + (size_t)(next % block_size) * head_dim;
-            NAME(add_values)(&s, values, at - begin, (count + PACK - 1) / PACK, head_dim, next_keys - values, rows);
+            NAME(add_values)(&s, values, at - begin, (count + PACK - 1) / PACK, head_dim, next_keys - values, 0, rows);
             at += count;
         }
+        if (trunk < end) NAME(add_paths)(&s, a, table, pages, base, begin, trunk > begin ? trunk : begin, end, first, rows);
     }
     for (int r = 0; r < rows; r++) {
         const int token = (first + r) / group;
@@ -193,6 +265,28 @@ static void NAME(attend_task)(void *context, int64_t item) {
         const float inverse = 1.0f / s.total[r];
         for (int d = 0; d < head_dim; d += LANES) STORE(out + d, load_f32(&s.acc[r][d]) * inverse);
     }
+}
+
+// Keys and values of one layer, from slot to slot.
+static void NAME(move_task)(void *context, int64_t layer) {
+    const move_args *a = context;
+    const int head_dim = a->head_dim, block_size = a->block_size;
+    const size_t half = (size_t)block_size * head_dim;
+    for (int64_t i = 0; i < a->num_moves; i++)
+        for (int h = 0; h < a->kv_heads; h++) {
+            ELEMENT *side[2];
+            for (int j = 0; j < 2; j++) {
+                const int64_t slot = j ? a->targets[i] : a->sources[i];
+                side[j] = (ELEMENT *)a->pages[layer] + (slot / block_size * a->kv_heads + h) * 2 * half;
+            }
+            const int from = (int)(a->sources[i] % block_size), to = (int)(a->targets[i] % block_size);
+            const ELEMENT *key = side[0] + from / LANES * LANES * head_dim + from % LANES * PACK;
+            const ELEMENT *value = side[0] + half + from / PACK * head_dim * PACK + from % PACK;
+            ELEMENT *new_key = side[1] + to / LANES * LANES * head_dim + to % LANES * PACK;
+            ELEMENT *new_value = side[1] + half + to / PACK * head_dim * PACK + to % PACK;
+            for (int d = 0; d < head_dim; d += PACK) memcpy(new_key + (size_t)d * LANES, key + (size_t)d * LANES, PACK * sizeof(ELEMENT));
+            for (int d = 0; d < head_dim; d++) new_value[(size_t)d * PACK] = value[(size_t)d * PACK];
+        }
 }
 
 #undef NAME

@@ -5,7 +5,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 // Counts up when a record or a function changes: a library left over from an earlier build is then refused instead of misread.
-#define INTERFACE 2
+#define INTERFACE 3
 
 typedef struct {
     void *q;                    // [num_tokens][heads][head_dim], `q_stride` elements from token to token
@@ -14,6 +14,8 @@ typedef struct {
     const int32_t *tables;      // [num_rows][table_width]
     const int32_t *rows;        // [num_rows][3]: first token in the pass, start, length
     const int32_t *tasks;       // [num_tasks][4]: row, KV head, first query vector (token * group + head in group), how many: 1 ... TILE
+    const int32_t *trees;       // NULL: every row is a chain; else [num_rows][2]: slot of the row's first node or -1, its first entry in `parents`
+    const int32_t *parents;     // by node: the node it follows, -1: the token before the tree
     int64_t q_stride, table_width, num_tasks;
     int32_t heads, kv_heads, head_dim, block_size, window, num_threads;
     float scale;
@@ -65,6 +67,13 @@ typedef struct {
     int64_t num_rows, width;
     int32_t num_threads;
 } floor_args;
+
+typedef struct {
+    void *const *pages;         // [num_layers], as in attention.c
+    const int64_t *sources, *targets;   // [num_moves] slots; done in this order
+    int64_t num_moves, num_layers;
+    int32_t kv_heads, head_dim, block_size, num_threads;
+} move_args;
 
 void attention_bf16(attention_args *args);
 void rotate_bf16(rotate_args *args);

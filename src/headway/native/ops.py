@@ -17,10 +17,18 @@ _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_f
 
 class AttentionArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("q", "out", "pages", "tables", "rows", "tasks")),
+        *((name, _P) for name in ("q", "out", "pages", "tables", "rows", "tasks", "trees", "parents")),
         *((name, _I64) for name in ("q_stride", "table_width", "num_tasks")),
         *((name, _I32) for name in ("heads", "kv_heads", "head_dim", "block_size", "window", "num_threads")),
         ("scale", _F),
+    )
+
+
+class MoveArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("pages", "sources", "targets")),
+        *((name, _I64) for name in ("num_moves", "num_layers")),
+        *((name, _I32) for name in ("kv_heads", "head_dim", "block_size", "num_threads")),
     )
 
 

@@ -36,7 +36,7 @@ class Sender:
     def __init__(self, counters: StepCounters) -> None:
         self.counters = counters
         self._sent: dict[str, float] = {}
-        self._sent_rows: Counter[tuple[str, int, int]] = Counter()
+        self._sent_rows: Counter[tuple[str, int, int, int]] = Counter()
         self._sent_k = Histogram(counters.chosen_k.bounds)
         self._sent_at = float("-inf")
         self._failed = False
@@ -92,7 +92,7 @@ class Received:
                 self.others[name] += value
         c.chosen_k.counts = [a + b for a, b in zip(c.chosen_k.counts, growth["chosen_k"], strict=True)]
         c.chosen_k.total += growth["chosen_k_total"]
-        c.verified.update({(drafter, num_drafts, accepted): rows for drafter, num_drafts, accepted, rows in growth["verified"]})
+        c.verified.update({(drafter, *numbers): rows for drafter, *numbers, rows in growth["verified"]})
         if growth["step_time_error"] is not None:
             c.set_step_time_error(growth["step_time_error"])
         if growth["last_change"] is not None:

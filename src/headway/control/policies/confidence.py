@@ -54,7 +54,9 @@ class Confidence(Policy):
         return {draft.seq_id: self._length(draft) for draft in drafts}
 
     def _length(self, draft: DraftView) -> int:
-        """The same rule for a drafter that does not ask `keep`."""
+        """The same rule for a drafter that does not ask `keep`. One that makes trees does, level by level."""
+        if draft.parents is not None:
+            return draft.length
         product = 1.0
         for position, confidence in enumerate(draft.confidence or ()):
             product *= confidence if np.isfinite(confidence) else 1.0

@@ -298,7 +298,7 @@ class Goodput(Policy):
 
     def _few(self, free: list[DraftView], step: _Step, step_ms: list[float]) -> tuple[dict[int, int], float]:
         """(seq_id -> drafts to verify, tokens expected of them)"""
-        values = [self._by_name[draft.drafter].sighted.reach(draft.seq_id, draft.length, draft.confidence) for draft in free]
+        values = [self._by_name[draft.drafter].reach(draft) for draft in free]
         chosen = allocate_few(values, step_ms, step.rate)
         for i, draft in enumerate(free):
             if chosen[i] == 0 and self._by_name[draft.drafter].is_new:
