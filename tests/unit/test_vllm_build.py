@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headway.control.costs import CostModel, Work
+from headway.control.costs import Work
 from headway.control.trace import read_trace
 from headway.errors import ConfigError
 from headway.vllm import compat
 from headway.vllm.build import Parts, build, refuse_data_parallel
+from headway.vllm.kept import LEAST_STEPS, path_of
+from headway.vllm.settings import Settings
 from tests.unit.test_vllm_pilot import Engine, Recorder, request
 
 
@@ -68,20 +71,34 @@ def test_data_parallel_ranks_must_not_disagree(method: str) -> None:
     assert built("ngram", data_parallel_size=2).pilot is not None
 
 
-def test_costs_are_kept_between_starts(tmp_path: Path) -> None:
+def test_what_was_learned_is_kept_between_starts(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "costs.json"
     parts = built(costs=str(path))
-    assert parts.costs is not None
-    parts.costs.learn([(Work(4, 4 + n, 400), 10.0 + n) for n in range(8)])
+    assert parts.kept is not None
+    parts.kept.costs.learn([(Work(4, 4 + n, 400), 10.0 + n) for n in range(8)])
     parts.close()
     assert not path.exists(), "nothing was observed: nothing to keep"
-    parts.costs._target.num_observed = 3
+    parts.kept.costs._target.num_observed = LEAST_STEPS
+    parts.rest()
+    assert not path.exists(), "not so soon"
     parts.close()
     again = built(costs=str(path))
-    assert again.costs is not None
-    assert float(again.costs.predict(4, 8, 400)) == pytest.approx(float(parts.costs.predict(4, 8, 400)), rel=0.05)
-    path.write_text("damaged")
-    assert built(costs=str(path)).costs.num_observed == CostModel().num_observed   # type: ignore[union-attr]
+    assert again.kept is not None
+    assert float(again.kept.costs.predict(4, 8, 400)) == pytest.approx(float(parts.kept.costs.predict(4, 8, 400)), rel=0.05)
+    saved = json.loads(path.read_text())
+    for damaged in ("damaged", "[]", json.dumps(saved | {"costs": {}}), json.dumps(saved | {"learned": {"ngram": {"worth": "x"}}})):
+        path.write_text(damaged)
+        assert built(costs=str(path)).pilot is not None
+
+
+def test_a_file_per_model_and_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    engine, other = scheduler(), scheduler()
+    other.vllm_config.model_config.model = "larger"
+    paths = [path_of(Settings(), one.vllm_config, "ngram") for one in (engine, scheduler(), other)]
+    assert paths[0] == paths[1] != paths[2]
+    assert paths[0] is not None
+    assert paths[0].parent == tmp_path / "vllm"
 
 
 def test_a_trace_is_written(tmp_path: Path) -> None:

@@ -181,10 +181,10 @@ def test_one_requests_wishes(xargs: dict[str, object], most: int) -> None:
 
 def test_no_more_drafts_than_tokens_left() -> None:
     engine = Engine(policy := Recorder(verify=9))
-    engine.add(request("a", [1, 2, 3], max_tokens=3), request("b", list(range(197))))
+    engine.add(request("a", [1, 2, 3], max_tokens=3, headway_tpot_slo_ms=20), request("b", list(range(197))))
     engine.step({"a": [7, 8, 9], "b": [7, 8, 9]}, a=[6], b=[6])
     assert verified(engine.schedule()) == {"a": 1, "b": 1}
-    assert [seq.max_k for seq in policy.views[1].sequences] == [1, 1]
+    assert [(seq.max_k, seq.tpot_slo_ms) for seq in policy.views[1].sequences] == [(1, 20.0), (1, None)]
 
 
 def test_preempted_output_is_not_learned_from() -> None:
@@ -333,3 +333,15 @@ def test_async_a_shadow_wish_becomes_a_rare_verification() -> None:
     assert told
     assert all((shadow.num_verified, shadow.num_drafts, shadow.num_confirmed) == (0, 2, 2) for shadow in told)
     assert all(s.num_drafts == 0 for feedback in policy.feedback for s in feedback.sequences)
+
+
+def test_a_plan_that_is_older_than_the_step_is_clamped() -> None:
+    class Stubborn(Recorder):
+        def plan(self, view: BatchView) -> Mapping[int, Choice]:
+            super().plan(view)
+            return {seq_id: Choice("ngram", 4) for seq_id in range(3)}
+
+    engine = Engine(Stubborn(verify=9))
+    engine.add(request("a", [1, 2, 3], max_tokens=3), request("b", [1, 2], headway_enabled=0))
+    engine.step({"a": [7, 8, 9], "b": [7, 8, 9]}, a=[6], b=[6])
+    assert verified(engine.schedule()) == {"a": 1}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from headway.control.costs import CostModel
 from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup
@@ -83,10 +84,12 @@ class Decision:
 class Chooser:
     """One policy and what it has to be told. Not thread-safe: the scheduler's thread owns it."""
 
-    def __init__(self, policy: Policy, drafter: str, max_k: int, costs: CostModel, *, deterministic: bool = True) -> None:
+    def __init__(
+        self, policy: Policy, drafter: str, max_k: int, costs: CostModel, *,
+        deterministic: bool = True, kept: Mapping[str, Any] | None = None,
+    ) -> None:
         self.policy, self.drafter, self.max_k = policy, drafter, max_k
-        self.costs = costs
-        policy.start(Setup((DrafterView(drafter, deterministic),), max_k, costs))
+        policy.start(Setup((DrafterView(drafter, deterministic),), max_k, costs, kept))
         self.shadows = Shadows()
         self._deterministic = deterministic
         self._step = 0
@@ -108,10 +111,8 @@ class Chooser:
         if not drafted:   # the policy must not take it for an answer that there are none
             sequences = [replace(seq, max_k=0) for seq in sequences]
         view = self._view(sequences, load)
-        planned = self.policy.plan(view)
-        proposed = {
-            seq_id: drafts[seq_id].truncated(choice.k) for seq_id, choice in planned.items() if choice.k > 0 and seq_id in drafts
-        }
+        planned = _clamped(self.policy.plan(view), view)
+        proposed = {seq_id: drafts[seq_id].truncated(choice.k) for seq_id, choice in planned.items() if choice.k and seq_id in drafts}
         lengths = self._select(view, proposed)
         self._policy_s += time.perf_counter() - began
         self._num_quiet = 0 if any(lengths.values()) else self._num_quiet + bool(drafts)
@@ -140,14 +141,13 @@ class Chooser:
             return Decision(self._held.view, {seq_id: min(held.get(seq_id, usual), k) for seq_id, k in most.items()}), False
         began = time.perf_counter()
         view = self._view(sequences, load)
-        planned = dict(self.policy.plan(view))
-        wished = self.policy.shadow(view)
+        planned, wished = _clamped(self.policy.plan(view), view), _clamped(self.policy.shadow(view), view)
         # Every draft is as long as it is asked to be, and nothing is known about it yet but statistics.
         proposed = {seq_id: Draft([-1] * choice.k) for seq_id, choice in planned.items() if choice.k > 0}
         decision = Decision(view, self._select(view, proposed), planned, proposed)
         self._num_placed += 1
         probe = next((item for item in wished.items() if item[0] not in proposed), None)
-        if probe is not None and self._num_placed % PROBE_EVERY == 0:
+        if probe is not None and probe[1].k and self._num_placed % PROBE_EVERY == 0:
             decision.probed = probe[0]
             decision.lengths[probe[0]] = probe[1].k
         self._policy_s += time.perf_counter() - began
@@ -235,3 +235,13 @@ class Chooser:
         return SequenceFeedback(
             seq_id, self.drafter, max(choice.k, num_proposed), num_proposed, row.num_drafts, row.num_accepted, row.num_context, confidence
         )
+
+
+def _clamped(wishes: Mapping[int, Choice], view: BatchView) -> dict[int, Choice]:
+    """A plan may be older than this step: what each request allows now."""
+    most = {seq.seq_id: seq.max_k for seq in view.sequences if seq.decoding}
+    return {
+        seq_id: choice if choice.k <= most[seq_id] else Choice(choice.drafter, most[seq_id])
+        for seq_id, choice in wishes.items()
+        if seq_id in most
+    }

@@ -212,6 +212,7 @@ class Pilot:
             num_drafts=tracked.num_drafts,
             num_accepted=tracked.num_accepted,
             num_pending=pending,
+            tpot_slo_ms=tracked.settings.tpot_slo_ms,
         )
 
     def _max_k(self, request: Any, settings: RequestSettings, placeholders: int) -> int:

@@ -71,8 +71,11 @@ class _Hooks:
             self._guarded(self._pilot.after_output)
         else:
             self._parts.counters.num_fallback_steps += 1
+        idle = not self.has_unfinished_requests()  # type: ignore[attr-defined]
+        if idle:
+            self._guarded(self._parts.rest)
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        self._parts.sender.attach(stats, idle=not self.has_unfinished_requests())  # type: ignore[attr-defined]
+        self._parts.sender.attach(stats, idle=idle)
         return stats
 
     def shutdown(self) -> None:

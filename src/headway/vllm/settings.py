@@ -29,7 +29,7 @@ class Settings:
     enabled: bool = option(True, "false: vLLM's own scheduler, unchanged")
     policy: str | Mapping[str, Any] = option("goodput", 'policy name, or {"name": ..., options}, as in `headway serve --spec`')
     trace: str | None = option(None, "file to write one JSON line per step to, for `headway replay` and `headway tune`")
-    costs: str | None = option(None, "file to keep what steps cost in, between starts; default: in the user's cache; \"off\": nowhere")
+    costs: str | None = option(None, "file that keeps what was learned between starts; default: in the user's cache; \"off\": nowhere")
 
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
