@@ -25,7 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from against_vllm import NGRAM, Server
+from against_vllm import NGRAM
+from servers import Server
 
 import headway
 from headway.bench import workloads
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--min-prompts", type=int, default=4)
-    parser.add_argument("--max-k", type=int, default=8, help="num_speculative_tokens of Headway's configurations")
+    parser.add_argument("--max-k", type=int, default=16, help="num_speculative_tokens of Headway's configurations")
     parser.add_argument("--table", default="[[1,8,4],[9,64,0]]")
     parser.add_argument("--serve-args", default="", help="more flags for every server")
     parser.add_argument("--warmup", type=int, default=24, help="requests of the mixed workload before anything is measured")
@@ -239,8 +240,7 @@ def main() -> None:
         finally:
             load.close()
             for server in servers:
-                server.signal(signal.SIGCONT)
-                server.signal(signal.SIGKILL)
+                server.stop()
     results.write()
     for cell in results.document["summary"]:
         print(json.dumps(cell))

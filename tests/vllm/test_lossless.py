@@ -73,7 +73,7 @@ def test_preemption_chunked_prefill_and_prefix_cache(offline: Offline) -> None:
     shared = "The quick brown fox jumps over the lazy dog. " * 8
     asked = [shared + prompt for prompt in prompts()[:8]]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    small = {"max_num_batched_tokens": 64, "block_size": 16, "num_gpu_blocks_override": 44, "max_model_len": 512}
+    small = {"max_num_batched_tokens": 64, "block_size": 32, "num_gpu_blocks_override": 22, "max_model_len": 512}
     expected = written(offline(), asked, params)
     llm = with_headway(offline, **small)
     scheduler, preempted = scheduler_of(llm), []
