@@ -40,7 +40,8 @@ def test_prompts_are_a_function_of_name_number_and_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("code-edit", 200), ("summarize", 150), ("chat", 640), ("mixed", 200), ("drift", 200), ("random", 50)]
+    ("name", "number"),
+    [("code-edit", 200), ("summarize", 150), ("chat", 640), ("reasoning", 400), ("mixed", 200), ("drift", 200), ("random", 50)],
 )
 def test_no_prompt_occurs_twice(name: str, number: int) -> None:
     prompts = [tuple(prompt.encode(Bytes())) for prompt in workloads.load(name, number, seed=0, vocab_size=100)]

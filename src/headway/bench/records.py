@@ -26,7 +26,7 @@ from headway.types import SpecDecodeMetrics
 class LoadOptions:
     """The load of one run; the command-line flags are made from these fields."""
 
-    workload: str = option("code-edit", "code-edit, summarize, chat, mixed, drift, random or jsonl:PATH")
+    workload: str = option("code-edit", "code-edit, summarize, chat, reasoning, mixed, drift, random or jsonl:PATH")
     num_prompts: int = option(32, "requests to measure")
     output_len: int = option(128, "tokens to write per request")
     concurrency: int = option(8, "requests in flight (ramp: at its height)")

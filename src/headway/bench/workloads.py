@@ -3,7 +3,8 @@
     code-edit    a function of the standard library, to be repeated with one change: drafts from the prompt are nearly always right
     summarize    a passage of Python's own reference, to be summed up: names and phrases recur
     chat         80 everyday requests: little recurs
-    mixed        the three in turn
+    reasoning    small problems of arithmetic and logic, to be solved step by step: formulas and names recur
+    mixed        code-edit, summarize and chat in turn
     drift        16 of code-edit, 16 of chat, and so on in turn; drift:N has N of each
     random       random token ids: nothing recurs, and the model writes whatever it writes
     jsonl:PATH   one {"prompt": text} or {"messages": [...]} per line, in the file's order
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 
 from headway.errors import ConfigError, unknown_key
 
-NAMES = ("code-edit", "summarize", "chat", "mixed", "drift", "random")
+NAMES = ("code-edit", "summarize", "chat", "reasoning", "mixed", "drift", "random")
 DRIFT_LEN = 16
 # About 600 tokens of a code-aware vocabulary, about 500 of prose.
 CODE_CHARS = (1500, 2500)
@@ -36,6 +37,7 @@ RANDOM_LEN = 512
 FUNCTIONS_PER_FILE = 6
 SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "pydoc_data", "ensurepip"}
 NEW_NAMES = ("payload", "candidate", "outcome", "record", "handle", "target_value", "current", "envelope", "cursor", "snapshot", "bundle")
+PEOPLE = ("Ada", "Bruno", "Carla", "Deniz", "Emil", "Farah", "Goran", "Hana", "Ivo", "Jana", "Kofi", "Lena")
 # A second and later turn through the 80 requests differs from the first.
 CHAT_VARIANTS = (
     "", " Answer in at most five sentences.", " Use a numbered list.", " Start with the most surprising point.", " Give one example.",
@@ -218,6 +220,21 @@ def _chat(seed: int) -> Iterator[Prompt]:
             yield _ask(item["prompt"] + variant)
 
 
+def _reasoning(seed: int) -> Iterator[Prompt]:
+    """Each problem with numbers and names of its own, the problems in a new order each time."""
+    rng = random.Random(seed)
+    problems = json.loads(Path(__file__).with_name("reasoning_prompts.json").read_text(encoding="utf-8"))
+    seen: set[str] = set()
+    while True:
+        for problem in rng.sample(problems, len(problems)):
+            people = dict(zip(("n1", "n2", "n3", "n4", "n5"), rng.sample(PEOPLE, 5), strict=True))
+            b, c, d = rng.sample(range(3, 16), 3)
+            text = problem.format(a=rng.randrange(60, 900, 20), b=b, c=c, d=d + 15, e=rng.randrange(50, 100, 2), **people)
+            if text not in seen:
+                seen.add(text)
+                yield _ask(f"{text} Think step by step, then give the answer in one sentence.")
+
+
 def _mixed(seed: int) -> Iterator[Prompt]:
     for group in zip(_code_edit(seed), _summarize(seed), _chat(seed), strict=False):
         yield from group
@@ -239,5 +256,5 @@ def _random_ids(rng: random.Random, vocab_size: int) -> Iterator[Prompt]:
 
 
 GENERATORS: dict[str, Callable[[int], Iterator[Prompt]]] = {
-    "code-edit": _code_edit, "summarize": _summarize, "chat": _chat, "mixed": _mixed, "drift": _drift,
+    "code-edit": _code_edit, "summarize": _summarize, "chat": _chat, "reasoning": _reasoning, "mixed": _mixed, "drift": _drift,
 }

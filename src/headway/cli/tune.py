@@ -40,7 +40,7 @@ With --trace nothing is measured: what a server recorded (`headway serve --trace
 class TuneOptions:
     """The command-line flags are made from these fields."""
 
-    workload: str = option("mixed", "code-edit, summarize, chat, mixed, drift, random or jsonl:PATH")
+    workload: str = option("mixed", "code-edit, summarize, chat, reasoning, mixed, drift, random or jsonl:PATH")
     concurrencies: str = option("1,4,16,64", "requests in flight to measure at; the schedule changes between them")
     drafter: str = option("ngram", "ngram or suffix: what the other engines have, too")
     max_k: int = option(8, "longest draft to consider")
