@@ -19,6 +19,7 @@ from headway import plugins
 from headway.errors import ConfigError, unknown_key
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
 REJECTION_METHODS = ("standard", "block", "synthetic", "lossy_typical")
 DEFAULT_METHOD = "suffix"
 DEFAULT_POLICY = "goodput"
@@ -188,6 +189,10 @@ class EngineConfig:
 
     model: str = option("smollm2-135m", "a built-in name, a local Hugging Face directory, a GGUF file, or a hub id")
     dtype: str = option("auto", "weights and K/V cache; auto: the fastest on this device", choices=DTYPES)
+    quantization: str | None = option(
+        None, "int8: weights as 8-bit integers, up to twice as fast at few requests; changes the output a little (CPU with AVX-512 BF16)",
+        choices=QUANTIZATIONS,
+    )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto")
     seed: int = option(0, "seeds the requests that bring no seed of their own")
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens")
@@ -211,6 +216,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be >= 1, got {value}")
         if self.dtype not in DTYPES:
             raise ConfigError(unknown_key("dtype", self.dtype, DTYPES))
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ConfigError(unknown_key("quantization", self.quantization, QUANTIZATIONS))
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.max_num_batched_tokens < self.max_num_seqs:

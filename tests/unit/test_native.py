@@ -269,11 +269,13 @@ def test_attention_refuses_what_it_was_not_planned_for(library: native.Library) 
 @EXAMPLES
 @given(
     num_tokens=st.integers(1, 40), size_in=st.integers(1, 90).map(lambda n: 2 * n), size_out=st.integers(1, 5).map(lambda n: 64 * n),
-    bias=st.booleans(), kind=st.sampled_from(["plain", "residual", "gated"]), strided=st.booleans(), seed=st.integers(0, 99),
+    bias=st.booleans(), kind=st.sampled_from(["plain", "residual", "gated"]), strided=st.booleans(), int8=st.booleans(),
+    seed=st.integers(0, 99),
 )
 def test_linear(
-    library: native.Library, num_tokens: int, size_in: int, size_out: int, bias: bool, kind: str, strided: bool, seed: int
+    library: native.Library, num_tokens: int, size_in: int, size_out: int, bias: bool, kind: str, strided: bool, int8: bool, seed: int
 ) -> None:
+    size_in = -(-size_in // 16) * 16 if int8 else size_in
     if not library.linear_panel:
         assert not ops.can_pack(library, torch.zeros(64, 64, dtype=torch.bfloat16))
         return
@@ -282,24 +284,49 @@ def test_linear(
     x = x[:, :size_in] if strided else x[:, :size_in].contiguous()
     added = torch.randn(size_out, generator=random).to(torch.bfloat16) if bias else None
     residual = torch.randn(num_tokens, size_out, generator=random).to(torch.bfloat16) if kind == "residual" else None
-    expected = x.double() @ weight.double().T + (added.double() if added is not None else 0)
+    kept = weight.double()
+    if int8:   # what is multiplied is at most half a step from the weight
+        largest = weight.float().abs().amax(1, keepdim=True)
+        kept = (weight.float() * (127 / largest)).round().double() * (largest.double() / 127)
+        assert ((kept - weight.double()).abs() <= 0.501 * largest / 127).all()
+    expected = x.double() @ kept.T + (added.double() if added is not None else 0)
+    slack = torch.tensor(1e-3 * size_in**0.5)
     if kind == "gated":
         gate, up = expected.chunk(2, -1)
         expected = gate * gate.sigmoid() * up
+        slack = slack * (1 + gate.abs() + up.abs()) if int8 else slack   # an error of x comes through either factor
     if residual is not None:
         expected = expected + residual.double()
-    found = ops.PackedLinear(library, weight, added, gated=kind == "gated")(x, residual)
-    assert ((found.double() - expected).abs() <= 0.005 * expected.abs() + 1e-3 * size_in**0.5).all()
+    found = ops.PackedLinear(library, weight, added, gated=kind == "gated", int8=int8)(x, residual)
+    assert ((found.double() - expected).abs() <= 0.005 * expected.abs() + slack).all()
 
 
-def test_a_row_of_a_product_does_not_depend_on_its_company(library: native.Library) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_of_a_product_does_not_depend_on_its_company(library: native.Library, int8: bool) -> None:
     if not library.linear_panel:
         pytest.skip("no packed product for this instruction set")
-    linear = ops.PackedLinear(library, torch.randn(192, 130).to(torch.bfloat16))
-    x = torch.randn(37, 130).to(torch.bfloat16)
+    linear = ops.PackedLinear(library, torch.randn(192, 144).to(torch.bfloat16), int8=int8)
+    x = torch.randn(37, 144).to(torch.bfloat16)
     whole = linear(x)
     for begin, end in ((0, 1), (5, 10), (3, 16), (12, 37)):
         assert torch.equal(linear(x[begin:end]), whole[begin:end])
+
+
+def test_int8_weights_at_their_limits(library: native.Library) -> None:
+    """The largest sums fit, an output of zeros stays zero, and what is not a number stays that."""
+    if not library.linear_panel:
+        pytest.skip("no packed product for this instruction set")
+    size_in = 8960
+    weight = torch.ones(64, size_in, dtype=torch.bfloat16)
+    weight[1] = 0
+    weight[2] = -1
+    x = torch.full((4, size_in), 3.0, dtype=torch.bfloat16)
+    x[1], x[2, 5], x[3, 7] = 0, float("nan"), float("inf")
+    y = ops.PackedLinear(library, weight, int8=True)(x).float()
+    assert y[0, :3].tolist() == [size_in * 3, 0, -size_in * 3]
+    assert (y[1] == 0).all()
+    assert y[2].isnan().all()
+    assert y[3, [0, 2]].isfinite().logical_not().all()
 
 
 def test_linear_refuses_wrong_shapes(library: native.Library) -> None:
@@ -309,6 +336,8 @@ def test_linear_refuses_wrong_shapes(library: native.Library) -> None:
     for bad in (weight.float(), weight[:100], weight[:, :63], weight[:0]):
         with pytest.raises(ValueError, match="cannot pack"):
             ops.PackedLinear(library, bad)
+    with pytest.raises(ValueError, match="cannot pack"):
+        ops.PackedLinear(library, weight[:, :50], int8=True)
     with pytest.raises(ValueError, match="the bias must be"):
         ops.PackedLinear(library, weight, torch.zeros(64, dtype=torch.bfloat16))
     linear = ops.PackedLinear(library, weight)

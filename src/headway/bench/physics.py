@@ -48,9 +48,9 @@ def measure(model: Decoder) -> Physics:
     """Reads the model's sizes and measures the memory; takes about a second."""
     config = model.config
     kv_bytes = KVCache.bytes_per_block(config, 1, model.dtype)
-    # An input table of its own is looked up row by row, not read.
-    untied_table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * model.dtype.itemsize
-    per_step = model.weight_bytes - untied_table
+    # An input table that is not the output layer's as well is looked up row by row, not read.
+    shared = config.tie_word_embeddings and not model.int8
+    per_step = model.weight_bytes - (0 if shared else model.embedding.nbytes)
     bandwidth = read_bandwidth(model.device)
     return Physics(model.weight_bytes, per_step, kv_bytes, bandwidth, bandwidth / per_step, bandwidth / (per_step + 1024 * kv_bytes))
 

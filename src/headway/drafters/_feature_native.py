@@ -70,7 +70,7 @@ class NativePass:
             stack is not None
             and stack.hidden_size == hidden
             and stack.qkv.size_in == (2 * hidden if project is None else hidden)
-            and head is not None and head.size_in == hidden
+            and head is not None and head.size_in == hidden and head.scales is None
             and (project is None or project.packed is not None)
             and all(norm.library is not None and norm.eps == stack.eps for norm in norms)
             and network.embedding.shape[1] == hidden and network.embedding.is_contiguous()

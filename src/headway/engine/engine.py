@@ -70,7 +70,9 @@ class Engine:
     def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
         admission.set_threads(config.num_threads)
         self.config = config
-        self.model = load_model(config.model, dtype=config.dtype, device=config.device, progress=progress)
+        self.model = load_model(
+            config.model, dtype=config.dtype, device=config.device, quantization=config.quantization, progress=progress
+        )
         self.tokenizer = Tokenizer(self.model.directory)
         self.sampling_defaults = sampling_defaults(config.model, self.model.directory)   # for who asks for none
         self.requests: dict[str, list[Sequence]] = {}

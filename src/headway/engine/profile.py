@@ -66,7 +66,7 @@ def path_of(engine: Engine) -> Path:
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _cpu_name()
     threads = torch.get_num_threads() if model.device.type == "cpu" else 0
     shape = {key: value for key, value in asdict(model.config).items() if "token" not in key}
-    what = [shape, str(model.dtype), device, threads, engine.runner.block_size, __version__, torch.__version__, FORMAT]
+    what = [shape, str(model.dtype), model.int8, device, threads, engine.runner.block_size, __version__, torch.__version__, FORMAT]
     digest = hashlib.sha256(json.dumps(what, default=str, sort_keys=True).encode()).hexdigest()
     return hub.home() / "profiles" / f"{digest[:20]}.json"
 

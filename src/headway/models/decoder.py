@@ -37,6 +37,7 @@ class Decoder:
         self.lm_head = lm_head
         self.directory = directory
         self.weight_bytes = weight_bytes
+        self.int8 = lm_head.packed is not None and lm_head.packed.scales is not None
         self.dtype = embedding.dtype
         self.device = embedding.device
         inv_freq, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position)

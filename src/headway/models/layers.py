@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway import native
+from headway.errors import ModelError
 from headway.native import ops
 
 PACK_ROWS = 32
@@ -16,11 +17,14 @@ PACK_ROWS = 32
 
 
 class Linear:
-    """x [n, in] -> [n, out]. On CPU in bf16 the weight is kept in one packed layout only: the compiled kernel's, else oneDNN's."""
+    """x [n, in] -> [n, out]. On CPU in bf16 the weight is kept in one packed layout only: the compiled kernel's, else oneDNN's.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    `int8` keeps it as 8-bit integers; raises ModelError where the compiled kernels do not multiply these.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> None:
         self.bias = bias
-        self.packed = _pack(weight, bias)
+        self.packed = _pack(weight, bias, int8=int8)
         self.onednn = self.packed is None and can_reorder(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self.onednn else None if self.packed else weight
 
@@ -44,8 +48,8 @@ class Linear:
 class GatedLinear:
     """x [n, in] -> silu(gate) * up [n, inner], from the gate and up projections, one weight [2 * inner, in]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.packed = _pack(weight, bias, gated=True)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> None:
+        self.packed = _pack(weight, bias, gated=True, int8=int8)
         self.linear = None if self.packed is not None else Linear(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -56,9 +60,16 @@ class GatedLinear:
         return F.silu(gate).mul_(up)
 
 
-def _pack(weight: Tensor, bias: Tensor | None, gated: bool = False) -> ops.PackedLinear | None:
+def _pack(weight: Tensor, bias: Tensor | None, gated: bool = False, int8: bool = False) -> ops.PackedLinear | None:
     library = native.library() if weight.device.type == "cpu" else None
-    return ops.PackedLinear(library, weight, bias, gated) if library is not None and ops.can_pack(library, weight) else None
+    if library is not None and ops.can_pack(library, weight, int8):
+        return ops.PackedLinear(library, weight, bias, gated, int8)
+    if int8:
+        raise ModelError(
+            "int8 weights need a CPU with AVX-512 BF16, the compiled kernels, dtype bfloat16, and layers of a multiple of 64 outputs and "
+            f"16 inputs; here: {weight.dtype} {tuple(weight.shape)} on {weight.device}, kernels: {native.choose().reason}"
+        )
+    return None
 
 
 def can_reorder(weight: Tensor) -> bool:

@@ -19,13 +19,18 @@ from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "auto", progress: bool = True) -> Decoder:
-    """`name`: a built-in name, a local Hugging Face directory, a GGUF file, or a hub id. Raises ModelError."""
+def load_model(
+    name: str, *, dtype: str = "auto", device: str = "auto", quantization: str | None = None, progress: bool = True
+) -> Decoder:
+    """`name`: a built-in name, a local Hugging Face directory, a GGUF file, or a hub id. Raises ModelError.
+
+    quantization  "int8": the weights of all matrix products, the output layer's included, as 8-bit integers
+    """
     directory = hub.resolve(name, progress=progress)
     config = ModelConfig.from_directory(directory)
     where = pick_device(device)
     with torch.inference_mode(), Weights(directory) as weights:
-        return _build(config, weights, pick_dtype(dtype, where), where, directory)
+        return _build(config, weights, pick_dtype(dtype, where), where, directory, quantization == "int8")
 
 
 def pick_device(device: str) -> torch.device:
@@ -110,7 +115,9 @@ class Weights:
         return tensor
 
 
-def _build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, directory: Path) -> Decoder:
+def _build(
+    config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, directory: Path, int8: bool
+) -> Decoder:
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     features = config.features
@@ -135,15 +142,27 @@ def _build(config: ModelConfig, weights: Weights, dtype: torch.dtype, device: to
         attention = f"{name}.self_attn"
         layers.append(Layer(
             input_norm=norm(f"{name}.input_layernorm", hidden),
-            qkv=Linear(*stacked(attention, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, hidden, features.qkv_bias)),
+            qkv=Linear(*stacked(attention, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, hidden, features.qkv_bias), int8),
             q_norm=norm(f"{attention}.q_norm", head_dim) if features.qk_norm else None,
             k_norm=norm(f"{attention}.k_norm", head_dim) if features.qk_norm else None,
-            o=Linear(*stacked(attention, {"o_proj": hidden}, q_size, features.o_bias)),
+            o=Linear(*stacked(attention, {"o_proj": hidden}, q_size, features.o_bias), int8),
             post_norm=norm(f"{name}.post_attention_layernorm", hidden),
-            gate_up=GatedLinear(*stacked(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, features.mlp_bias)),
-            down=Linear(*stacked(f"{name}.mlp", {"down_proj": hidden}, inner, features.mlp_bias)),
+            gate_up=GatedLinear(*stacked(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, features.mlp_bias), int8),
+            down=Linear(*stacked(f"{name}.mlp", {"down_proj": hidden}, inner, features.mlp_bias), int8),
             window=config.windows[index],
         ))
     embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)
-    lm_head = Linear(embedding if config.tie_word_embeddings else take("lm_head.weight", config.vocab_size, hidden))
-    return Decoder(config, embedding, layers, norm("model.norm", hidden), lm_head, directory, num_bytes)
+    lm_head = Linear(embedding if config.tie_word_embeddings else take("lm_head.weight", config.vocab_size, hidden), int8=int8)
+    final_norm = norm("model.norm", hidden)
+    if int8:   # the table that is looked up stays as it was, so a tied output layer is a copy
+        num_bytes -= sum(_saved(part) for layer in layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
+        num_bytes -= _saved(lm_head) - (embedding.nbytes if config.tie_word_embeddings else 0)
+    return Decoder(config, embedding, layers, final_norm, lm_head, directory, num_bytes)
+
+
+def _saved(product: Linear | GatedLinear) -> int:
+    """Bytes by which an int8 weight and its scales are less than a bf16 one."""
+    packed = product.packed
+    assert packed is not None
+    assert packed.scales is not None
+    return packed.weight.nbytes - packed.scales.nbytes

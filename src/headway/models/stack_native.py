@@ -21,7 +21,7 @@ _PRODUCTS = ("qkv", "o", "gate_up", "down")
 class _LayerRecord(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((f"{name}{part}", _P) for name in _PRODUCTS for part in ("", "_bias")),
+        *((f"{name}_{part}", _P) for name in _PRODUCTS for part in ("weight", "scales", "bias")),
         ("window", _I64),
     )
 
@@ -29,6 +29,7 @@ class _LayerRecord(ctypes.Structure):
 class StackArgs(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("layers", "pages", "rotate", "attention", "entered", "x", "normed", "qkv", "attended", "inner")),
+        ("quantised", _P),
         *((name, _I64) for name in ("num_layers", "num_tokens", "hidden", "qkv_size", "q_size", "inner_size", "enter_size")),
         ("num_threads", ctypes.c_int32), ("eps", ctypes.c_float),
     )
@@ -78,16 +79,18 @@ class NativeStack:
         inner_size = self.gate_up.size_out // 2
         qkv = x.new_empty(num_tokens, self.qkv.size_out // self.head_dim, self.head_dim)
         normed, attended, inner = torch.empty_like(x), x.new_empty(num_tokens, self.o.size_in), x.new_empty(num_tokens, inner_size)
+        quantised = max((p.scratch(num_tokens) for p in (self.qkv, self.o, self.gate_up, self.down)), key=torch.Tensor.numel)
         attention, rotate = plan.arguments(qkv, cache.layers[begin])
         args = StackArgs(
             layers=ctypes.addressof(self._records) + begin * ctypes.sizeof(_LayerRecord),
             pages=ctypes.addressof(cache.pointers) + begin * ctypes.sizeof(_P),
             rotate=ctypes.addressof(rotate), attention=ctypes.addressof(attention),
             x=x.data_ptr(), normed=normed.data_ptr(), qkv=qkv.data_ptr(), attended=attended.data_ptr(), inner=inner.data_ptr(),
+            quantised=quantised.data_ptr(),
             num_layers=end - begin, num_tokens=num_tokens, hidden=hidden, qkv_size=self.qkv.size_out, q_size=self.o.size_in,
             inner_size=inner_size, num_threads=torch.get_num_threads(), eps=self.eps,
         )
-        return args, (qkv, normed, attended, inner)
+        return args, (qkv, normed, attended, inner, quantised)
 
 
 def _packed(layer: Layer, name: str) -> PackedLinear:
@@ -102,6 +105,7 @@ def _record(layer: Layer) -> _LayerRecord:
         setattr(record, name, None if norm is None else norm.weight.data_ptr())
     for name in _PRODUCTS:
         packed = _packed(layer, name)
-        setattr(record, name, packed.weight.data_ptr())
-        setattr(record, f"{name}_bias", None if packed.bias is None else packed.bias.data_ptr())
+        for part in ("weight", "scales", "bias"):
+            tensor = getattr(packed, part)
+            setattr(record, f"{name}_{part}", None if tensor is None else tensor.data_ptr())
     return record

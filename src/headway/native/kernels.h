@@ -43,7 +43,9 @@ typedef struct {
 
 typedef struct {
     const bf16 *x;              // [num_tokens][in], `stride` elements from token to token
-    const bf16 *weight;         // packed
+    const void *weight;         // packed: bf16, with `scales` int8
+    const float *scales;        // [out], or NULL
+    void *scratch;              // with `scales`: num_tokens * (4 + 2 * in) bytes, else NULL
     const bf16 *bias;           // [out], or NULL
     const bf16 *residual;       // [num_tokens][out], or NULL
     bf16 *y;                    // [num_tokens][out], with `gated` [num_tokens][out / 2]

@@ -1,13 +1,14 @@
 // y = x W^T (+ bias) (+ residual), or silu(gate) * up of two such products, in bf16, for any number of tokens: a decode step of a few tokens is bound by reading W once, a prefill by arithmetic.
 //
 // W is packed in panels of PANEL outputs: [out / PANEL][in / 2][PANEL][2], so that one vector holds a pair of inputs of 16 outputs and a task reads one
-// stream. While a panel is multiplied, the next one is fetched into the second-level cache, a share of it per group of tokens: reading and arithmetic overlap
+// stream. It is bf16, or int8 with one scale per output: half the bytes, and x becomes 16-bit integers, which lose less than bf16 does. While a panel is multiplied, the next one is fetched into the second-level cache, a share of it per group of tokens: reading and arithmetic overlap
 // instead of adding up.
 #include "kernels.h"
 #include "parallel.h"
 
 #define PANEL 32
 #define MAX_ROWS 12             // tokens at a time: MAX_ROWS x 2 accumulators in registers
+#define WORTH_A_THREAD 16384    // elements
 
 EXPORT int linear_panel(void) {
 #if defined(__AVX512BF16__)
@@ -18,6 +19,18 @@ EXPORT int linear_panel(void) {
 }
 
 #if defined(__AVX512BF16__)
+
+INLINE void finish(const linear_args *a, vec first, vec second, int64_t token, int64_t column) {
+    if (a->bias) { first += load_bf16(a->bias + column); second += load_bf16(a->bias + column + LANES); }
+    if (a->gated) {
+        // e^88 is the largest power of e that f32 holds, and the quotient is 0 there.
+        store_bf16(a->y + token * (a->out / 2) + column / 2, first / (1.0f + exp_of(-vmax(first, splat(-88.0f)))) * second);
+        return;
+    }
+    const int64_t to = token * a->out + column;
+    store_bf16(a->y + to, a->residual ? first + load_bf16(a->residual + to) : first);
+    store_bf16(a->y + to + LANES, a->residual ? second + load_bf16(a->residual + to + LANES) : second);
+}
 
 INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
     const int64_t units = a->in / 2;
@@ -41,18 +54,67 @@ INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, 
         STEP
     }
     for (; u < units; u++) { STEP }
+#undef STEP
+    for (int r = 0; r < rows; r++) finish(a, acc[r][0], acc[r][1], first + r, column);
+}
+
+// The same with int8 weights and what quantise made of x: integers, so exact whatever the order, until the two scales are applied.
+INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const int8_t *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+    const int64_t units = a->in / 2;
+    const float *x_scales = a->scratch;
+    const int16_t *quantised = (const int16_t *)(x_scales + a->num_tokens);
+    const char *x[MAX_ROWS];
+    ivec acc[MAX_ROWS][2];
     for (int r = 0; r < rows; r++) {
-        for (int h = 0; a->bias && h < 2; h++) acc[r][h] += load_bf16(a->bias + column + h * LANES);
-        if (a->gated) {
-            const vec gate = acc[r][0];
-            // e^88 is the largest power of e that f32 holds, and the quotient is 0 there.
-            store_bf16(a->y + (first + r) * (a->out / 2) + column / 2, gate / (1.0f + exp_of(-vmax(gate, splat(-88.0f)))) * acc[r][1]);
-            continue;
-        }
-        for (int h = 0; h < 2; h++) {
-            const int64_t to = (first + r) * a->out + column + h * LANES;
-            store_bf16(a->y + to, a->residual ? acc[r][h] + load_bf16(a->residual + to) : acc[r][h]);
-        }
+        x[r] = (const char *)(quantised + (first + r) * a->in);
+        acc[r][0] = acc[r][1] = (ivec){0};
+    }
+    int64_t u = 0;
+#define STEP \
+    const __m512i w0 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)(panel + u * 2 * PANEL))); \
+    const __m512i w1 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)(panel + u * 2 * PANEL + PANEL))); \
+    for (int r = 0; r < rows; r++) { \
+        int32_t bits; \
+        memcpy(&bits, x[r] + 4 * u, sizeof bits); \
+        const __m512i pair = _mm512_set1_epi32(bits); \
+        acc[r][0] = (ivec)_mm512_dpwssd_epi32((__m512i)acc[r][0], pair, w0); \
+        acc[r][1] = (ivec)_mm512_dpwssd_epi32((__m512i)acc[r][1], pair, w1); \
+    }
+    for (; u < num_next; u++) {
+        __builtin_prefetch(next + u * 2 * PANEL, 0, 2);
+        STEP
+    }
+    for (; u < units; u++) { STEP }
+#undef STEP
+    const vec scale0 = load_f32(a->scales + column), scale1 = load_f32(a->scales + column + LANES);
+    for (int r = 0; r < rows; r++) {
+        const float scale = x_scales[first + r];
+        finish(a, __builtin_convertvector(acc[r][0], vec) * (scale0 * scale), __builtin_convertvector(acc[r][1], vec) * (scale1 * scale), first + r, column);
+    }
+}
+
+// One token's x as 16-bit integers and their scale. As large as 32-bit sums of `in` products with int8 allow: 14 bits and a sign at 576 inputs, 10 at 8,960.
+static void quantise(void *context, int64_t token) {
+    const linear_args *a = context;
+    const bf16 *x = a->x + token * a->stride;
+    float *x_scales = a->scratch;
+    int16_t *to = (int16_t *)(x_scales + a->num_tokens) + token * a->in;
+    const int64_t most = INT32_MAX / (127 * a->in);
+    const float limit = most < INT16_MAX ? (float)most : INT16_MAX;
+    vec largest = {0};
+    ivec wrong = {0};
+    for (int64_t i = 0; i < a->in; i += LANES) {
+        const vec v = load_bf16(x + i);
+        largest = vmax(largest, vmax(v, -v));
+        wrong |= v != v;
+    }
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= wrong[i];
+    const float found = max_of(largest), inverse = found > 0 ? limit / found : 0;
+    x_scales[token] = any ? NAN : found / limit;
+    for (int64_t i = 0; i < a->in; i += LANES) {
+        const __m512i whole = _mm512_cvtps_epi32((__m512)(load_bf16(x + i) * inverse));
+        _mm256_storeu_si256((__m256i *)(void *)(to + i), _mm512_cvtsepi32_epi16(whole));
     }
 }
 
@@ -62,21 +124,29 @@ static int64_t tasks_for(const linear_args *a) {
     return tasks < panels ? tasks : panels;
 }
 
-static void linear_task(void *context, int64_t task) {
-    const linear_args *a = context;
+INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
     const int64_t panels = a->out / PANEL, num_tasks = tasks_for(a);
     const int64_t begin = panels * task / num_tasks, end = panels * (task + 1) / num_tasks;
     const int64_t groups = (a->num_tokens + MAX_ROWS - 1) / MAX_ROWS, units = a->in / 2;
     for (int64_t p = begin; p < end; p++) {
-        const bf16 *panel = a->weight + p * a->in * PANEL, *next = p + 1 < panels ? panel + a->in * PANEL : panel;
+        const char *panel = (const char *)a->weight + p * a->in * PANEL * size, *next = p + 1 < panels ? panel + a->in * PANEL * size : panel;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t first = a->num_tokens * g / groups, rows = a->num_tokens * (g + 1) / groups - first;
             const int64_t from = units * g / groups, num_next = units * (g + 1) / groups - from;
-#define CASE(R) case R: multiply(a, panel, next + from * 2 * PANEL, num_next, first, p * PANEL, R); break;
+            const void *fetched = next + from * 2 * PANEL * size;
+#define CASE(R) case R: if (size == 1) multiply_int8(a, (const int8_t *)panel, fetched, num_next, first, p * PANEL, R); \
+                        else multiply(a, (const bf16 *)(const void *)panel, fetched, num_next, first, p * PANEL, R); break;
             switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) }
+#undef CASE
         }
     }
 }
 
-EXPORT void linear_bf16(linear_args *a) { run_parallel(linear_task, a, tasks_for(a), a->num_threads); }
+static void bf16_task(void *context, int64_t task) { some_panels(context, task, 2); }
+static void int8_task(void *context, int64_t task) { some_panels(context, task, 1); }
+
+EXPORT void linear_bf16(linear_args *a) {
+    if (a->scales) run_parallel(quantise, a, a->num_tokens, a->num_tokens * a->in < WORTH_A_THREAD ? 1 : a->num_threads);
+    run_parallel(a->scales ? int8_task : bf16_task, a, tasks_for(a), a->num_threads);
+}
 #endif

@@ -49,7 +49,7 @@ class _NormArgs(ctypes.Structure):
 
 class _LinearArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("x", "weight", "bias", "residual", "y")),
+        *((name, _P) for name in ("x", "weight", "scales", "scratch", "bias", "residual", "y")),
         *((name, _I64) for name in ("num_tokens", "size_in", "size_out", "stride")),
         *((name, _I32) for name in ("num_threads", "gated")),
     )
@@ -80,11 +80,14 @@ def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class PackedLinear:
-    """A bf16 weight as linear.c reads it. `gated`: SiLU of the first half of the outputs, times the second half."""
+    """A bf16 weight as linear.c reads it. `gated`: SiLU of the first half of the outputs, times the second half.
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+    `int8`: kept as 8-bit integers, rounded to the nearest, each output with the scale that makes its largest weight 127.
+    """
+
+    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None, gated: bool = False, int8: bool = False) -> None:
         """weight [size_out, size_in], bias None or [size_out]; see `can_pack`."""
-        if not can_pack(library, weight):
+        if not can_pack(library, weight, int8):
             raise ValueError(f"cannot pack a weight {tuple(weight.shape)} {weight.dtype} on {weight.device}")
         if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
             raise ValueError(f"the bias must be {weight.dtype} [{weight.shape[0]}], got {tuple(bias.shape)} {bias.dtype}")
@@ -93,12 +96,18 @@ class PackedLinear:
         if gated:
             weight = weight.view(2, -1, LANES, self.size_in).transpose(0, 1).reshape(weight.shape)
             bias = None if bias is None else bias.view(2, -1, LANES).transpose(0, 1).reshape(bias.shape)
+        self.scales: Tensor | None = None
+        if int8:
+            largest = weight.float().abs().amax(dim=1)
+            self.scales = (largest / 127).contiguous()
+            weight = (weight.float() * (127 / largest).nan_to_num(posinf=0.0)[:, None]).round().to(torch.int8)
         panel = library.linear_panel
         self.weight = weight.view(-1, panel, self.size_in // 2, 2).transpose(1, 2).contiguous()  # [out / panel, in / 2, panel, 2]
         self.bias = None if bias is None else bias.contiguous()
         self._function = library.function("linear", torch.bfloat16)
         self._args = _LinearArgs(
-            weight=self.weight.data_ptr(), bias=None if self.bias is None else self.bias.data_ptr(), gated=gated,
+            weight=self.weight.data_ptr(), scales=None if self.scales is None else self.scales.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(), gated=gated,
             size_in=self.size_in, size_out=self.size_out,
         )
 
@@ -110,20 +119,26 @@ class PackedLinear:
         y = x.new_empty(num_tokens, self.size_out // 2 if self.gated else self.size_out)
         if residual is not None and (self.gated or residual.shape != y.shape or residual.dtype != y.dtype or not residual.is_contiguous()):
             raise ValueError(f"the residual must be a contiguous bfloat16 {tuple(y.shape)}, got {tuple(residual.shape)} {residual.dtype}")
+        scratch = self.scratch(num_tokens)
         args = self._args
+        args.scratch = scratch.data_ptr()
         args.x, args.y, args.residual = x.data_ptr(), y.data_ptr(), None if residual is None else residual.data_ptr()
         args.num_tokens, args.stride = num_tokens, x.stride(0)
         args.num_threads = torch.get_num_threads()
         self._function(ctypes.byref(args))
         return y
 
+    def scratch(self, num_tokens: int) -> Tensor:
+        """Where linear.c puts x [num_tokens, size_in] as integers; empty for bf16."""
+        return torch.empty(num_tokens * (4 + 2 * self.size_in) if self.scales is not None else 0, dtype=torch.uint8)
 
-def can_pack(library: Library, weight: Tensor) -> bool:
+
+def can_pack(library: Library, weight: Tensor, int8: bool = False) -> bool:
     """Whether linear.c takes this weight [out, in] on this CPU."""
     panel = library.linear_panel
     return bool(
         panel and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
-        and weight.shape[0] % (2 * panel) == 0 and weight.shape[1] % 2 == 0 and weight.numel()
+        and weight.shape[0] % (2 * panel) == 0 and weight.shape[1] % (LANES if int8 else 2) == 0 and weight.numel()
     )
 
 

@@ -9,8 +9,8 @@ static void normalise(const stack_args *a, const bf16 *weight) {
     norm_bf16(&args);
 }
 
-static void multiply(const stack_args *a, const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *residual, bf16 *y, int64_t in, int64_t out, int gated) {
-    linear_args args = {.x = x, .weight = weight, .bias = bias, .residual = residual, .y = y, .num_tokens = a->num_tokens, .in = in, .out = out,
+static void multiply(const stack_args *a, const bf16 *x, const product *w, bf16 *residual, bf16 *y, int64_t in, int64_t out, int gated) {
+    linear_args args = {.x = x, .weight = w->weight, .scales = w->scales, .scratch = a->quantised, .bias = w->bias, .residual = residual, .y = y, .num_tokens = a->num_tokens, .in = in, .out = out,
                         .stride = in, .num_threads = a->num_threads, .gated = gated};
     linear_bf16(&args);
 }
@@ -24,10 +24,10 @@ EXPORT void stack_bf16(stack_args *a) {
     for (int64_t i = 0; i < a->num_layers; i++) {
         const layer_record *layer = &a->layers[i];
         if (i == 0 && a->entered) {
-            multiply(a, a->entered, layer->qkv, layer->qkv_bias, NULL, a->qkv, a->enter_size, a->qkv_size, 0);
+            multiply(a, a->entered, &layer->qkv, NULL, a->qkv, a->enter_size, a->qkv_size, 0);
         } else {
             normalise(a, layer->input_norm);
-            multiply(a, a->normed, layer->qkv, layer->qkv_bias, NULL, a->qkv, a->hidden, a->qkv_size, 0);
+            multiply(a, a->normed, &layer->qkv, NULL, a->qkv, a->hidden, a->qkv_size, 0);
         }
         rotate.q_norm = layer->q_norm;
         rotate.k_norm = layer->k_norm;
@@ -36,10 +36,10 @@ EXPORT void stack_bf16(stack_args *a) {
         attention.pages = a->pages[i];
         attention.window = (int32_t)layer->window;
         attention_bf16(&attention);
-        multiply(a, a->attended, layer->o, layer->o_bias, a->x, a->x, a->q_size, a->hidden, 0);
+        multiply(a, a->attended, &layer->o, a->x, a->x, a->q_size, a->hidden, 0);
         normalise(a, layer->post_norm);
-        multiply(a, a->normed, layer->gate_up, layer->gate_up_bias, NULL, a->inner, a->hidden, 2 * a->inner_size, 1);
-        multiply(a, a->inner, layer->down, layer->down_bias, a->x, a->x, a->inner_size, a->hidden, 0);
+        multiply(a, a->normed, &layer->gate_up, NULL, a->inner, a->hidden, 2 * a->inner_size, 1);
+        multiply(a, a->inner, &layer->down, a->x, a->x, a->inner_size, a->hidden, 0);
     }
 }
 #endif

@@ -2,9 +2,11 @@
 #pragma once
 #include "kernels.h"
 
+typedef struct { const void *weight; const float *scales; const bf16 *bias; } product;    // as in linear_args
+
 typedef struct {
     const bf16 *input_norm, *post_norm, *q_norm, *k_norm;       // q_norm and k_norm: NULL, or [head_dim]
-    const bf16 *qkv, *qkv_bias, *o, *o_bias, *gate_up, *gate_up_bias, *down, *down_bias;    // packed; biases may be NULL
+    product qkv, o, gate_up, down;
     int64_t window;                                             // 0: none
 } layer_record;
 
@@ -16,6 +18,7 @@ typedef struct {
     const bf16 *entered;            // what the first layer's attention reads instead of its normed input, [num_tokens][enter_size]; NULL: nothing
     bf16 *x;                        // [num_tokens][hidden], in and out
     bf16 *normed, *qkv, *attended, *inner;  // scratch: [num_tokens][hidden], [qkv_size], [q_size], [inner_size]
+    void *quantised;                // scratch of linear_args for the widest input; NULL: no int8 weights
     int64_t num_layers, num_tokens, hidden, qkv_size, q_size, inner_size, enter_size;
     int32_t num_threads;
     float eps;
