@@ -319,6 +319,15 @@ def test_empty_batches() -> None:
     policy.observe(Feedback(0, (), 0, 0, 0, 0.0, 0.0, 0.0))
 
 
+def test_a_step_in_which_nobody_may_draft_decides_nothing() -> None:
+    """Requests about to end, or an engine that made no drafts in this step: the next step is asked as if it had not been."""
+    policy = Goodput()
+    policy.start(Setup((DrafterView("suffix", True),), 4, CostModel()))
+    for step, max_k in ((1, 0), (2, 4)):
+        view = BatchView(step, tuple(SequenceView(i, 50, 5, True, max_k, True, 0, 0, 0) for i in range(4)), 0, 10, 512, ("suffix",), 4)
+        assert bool(policy.plan(view)) == (max_k > 0)
+
+
 def test_state_does_not_grow_with_the_number_of_requests() -> None:
     policy = Goodput()
     policy.start(Setup((DrafterView("a", True), DrafterView("b", True)), 4, CostModel()))

@@ -235,7 +235,8 @@ def measurements(counters: StepCounters, drafters: Sequence[str], num_positions:
     yield Measurement("headway:policy_changes", "Times the policy changed what it does.", {(): c.num_changes})
     reason, when = c.last_change or ("", 0.0)
     help = "When the policy last changed what it does, and why; 0: never."
-    yield Measurement("headway:policy_last_change_timestamp_seconds", help, {(policy, reason): when}, ("policy", "reason"), gauge=True)
+    label = reason.partition(":")[0]   # what follows are numbers: each would be a series of its own for ever
+    yield Measurement("headway:policy_last_change_timestamp_seconds", help, {(policy, label): when}, ("policy", "reason"), gauge=True)
 
 
 CHOSEN_K = ("headway:chosen_k", "Drafts the policy asked for, per sequence and step; 0: plain decoding.")

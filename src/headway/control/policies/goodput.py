@@ -115,6 +115,8 @@ class Goodput(Policy):
         if step.num_prefill == 0 and self._plain.is_due(self._speedup.value, self._costs.speed):
             return {}
         able = [seq for seq in decoding if seq.max_k > 0]
+        if not able:
+            return {}
         ids = [seq.seq_id for seq in able]
         held = self._held
         if ids == held.ids and 0 < held.until - step.number <= HOLD_STEPS:
