@@ -62,6 +62,7 @@ class World:
     max_k: int = 8
     slowdown: Callable[[int], float] = lambda step: 1.0
     clock: Callable[[int, float], float] = lambda step, ms: ms   # what the policy is told a time was
+    targets: Mapping[int, float] = field(default_factory=dict)   # request -> tpot_slo_ms
 
 
 @dataclass
@@ -93,7 +94,9 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
     asked_at: dict[tuple[str, int], int] = {}
     for step in range(steps):
         view = BatchView(
-            step, tuple(SequenceView(i, int(context[i]), 10, True, world.max_k, world.greedy, 0, 0, 0) for i in range(n)),
+            step, tuple(
+                SequenceView(i, int(context[i]), 10, True, world.max_k, world.greedy, 0, 0, 0, 1, world.targets.get(i)) for i in range(n)
+            ),
             0, 1000, 4096, names, world.max_k,
         )  # fmt: skip
         wishes, shadow_wishes = policy.plan(view), policy.shadow(view)

@@ -22,14 +22,18 @@ NO_DRAFT = "none"
 
 @dataclass(frozen=True, slots=True)
 class RequestSpeculation:
-    """What one request asks of speculation: off (`enabled=False`) or at most `max_tokens` drafts per step."""
+    """What one request asks of speculation: off (`enabled=False`), at most `max_tokens` drafts per step, or a time per output token that
+    the policy should keep to (`tpot_slo_ms`; of the policies, `goodput` does)."""
 
     enabled: bool = True
     max_tokens: int | None = None
+    tpot_slo_ms: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 0:
             raise InvalidRequestError(f"speculative.max_tokens must be >= 0, got {self.max_tokens}", param="speculative")
+        if self.tpot_slo_ms is not None and not 0.0 < self.tpot_slo_ms < math.inf:
+            raise InvalidRequestError(f"speculative.tpot_slo_ms must be > 0 and finite, got {self.tpot_slo_ms}", param="speculative")
 
 
 @dataclass(frozen=True, slots=True)

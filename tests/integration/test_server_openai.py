@@ -167,7 +167,8 @@ def test_speculation_is_counted_and_can_be_switched_off(server):
     prompt = "abcabcabcabcabcabcabcabc" * 4
     body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     on, off, capped = (
-        server.complete(**body, speculative=choice) for choice in ({"enabled": True}, {"enabled": False}, {"max_tokens": 1})
+        server.complete(**body, speculative=choice)
+        for choice in ({"enabled": True}, {"enabled": False}, {"max_tokens": 1, "tpot_slo_ms": 250.5})
     )
     assert on["choices"][0]["text"] == off["choices"][0]["text"] == capped["choices"][0]["text"]
     stats = on["metrics"]["speculative_decoding"]

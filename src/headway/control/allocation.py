@@ -18,7 +18,8 @@ Objectives:
                its request's time per token, v / ((1 + V) (1 + V + v)) with V the value before it. These never increase along a
                row either.
     slo_ms     when the optimum leaves a request above its target: of the sets on the paths of the two orders, the best one in
-               which no request is expected to take more than its target per token; where there is none, the least latency
+               which no request is expected to take more than its target per token; where there is none, the least latency of those
+               that have a target
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def _meets(values: FloatArray, chosen: IntArray, ms: float, slo_ms: FloatArray) 
 
 def _within(values: FloatArray, step_ms: FloatArray, order: IntArray, rate: float | None, slo_ms: FloatArray) -> IntArray:
     """The best set that meets every target, over points of the throughput order and of the latency order."""
-    balanced = _by_gain(_shortenings(values))
+    balanced, targeted = _by_gain(_shortenings(values)), np.isfinite(slo_ms)
     best: tuple[bool, float] | None = None
     found = np.zeros(len(values), dtype=np.int64)
     for path, latency in ((order, False), (balanced, True)):
@@ -118,7 +119,7 @@ def _within(values: FloatArray, step_ms: FloatArray, order: IntArray, rate: floa
             tokens, ms = _tokens(values, path[:total]), float(step_ms[total])
             meets = bool(np.all(ms <= slo_ms * tokens))
             gained = float(tokens.sum())
-            reached = (gained - rate * ms if rate is not None else gained / ms) if meets else -ms * float(np.mean(1.0 / tokens))
+            reached = (gained - rate * ms if rate is not None else gained / ms) if meets else -ms * float(np.mean(1.0 / tokens[targeted]))
             if best is None or (meets, reached) > best:
                 best, found = (meets, reached), _lengths(path[:total], values.shape)
     return found

@@ -82,6 +82,7 @@ class Scheduler:
                     num_drafts=seq.stats.num_draft_tokens,
                     num_accepted=seq.stats.num_accepted_tokens,
                     num_pending=seq.num_tokens - seq.num_computed,
+                    tpot_slo_ms=seq.params.speculative.tpot_slo_ms,
                 )
                 for seq in self.running
             ),

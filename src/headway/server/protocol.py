@@ -62,6 +62,9 @@ class Speculation(_Strict):
 
     enabled: bool | None = Field(None, description="false: plain decoding for this request")
     max_tokens: int | None = Field(None, ge=0, le=INT32_MAX, description="at most so many drafts per step")
+    tpot_slo_ms: float | None = Field(
+        None, gt=0, le=1e9, description="milliseconds per output token to keep to, where that is possible (policy goodput)"
+    )
 
 
 class _Sampling(_Strict):
@@ -105,7 +108,9 @@ class _Sampling(_Strict):
         values["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias is not None else None
         if self.speculative is not None:
             enabled = self.speculative.enabled
-            values["speculative"] = RequestSpeculation(True if enabled is None else enabled, self.speculative.max_tokens)
+            values["speculative"] = RequestSpeculation(
+                True if enabled is None else enabled, self.speculative.max_tokens, self.speculative.tpot_slo_ms
+            )
         return SamplingParams(**{**defaults, **{name: value for name, value in values.items() if value is not None}, **given})
 
 

@@ -58,6 +58,8 @@ _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _NUM_SHADOWS = 8         # shadow drafts before it is judged whether a drafter comes back
 _SPEEDUP_MEMORY = 100.0  # steps
 _DECIDING_MEMORY = 50.0  # steps
+_HOPELESS_AFTER = 32     # drafts of a request that is in a hurry, after which
+_HOPELESS = 0.1          # this acceptance is too little to help it
 _FEW = 96                # drafts up to which lists are quicker than arrays
 _NOBODY = -1
 
@@ -120,7 +122,7 @@ class Goodput(Policy):
         ids = [seq.seq_id for seq in able]
         held = self._held
         if ids == held.ids and 0 < held.until - step.number <= HOLD_STEPS:
-            step.plan, step.asked = held.plan, held.asked
+            step.plan, step.asked, step.hurried = held.plan, held.asked, held.hurried
         else:
             self._decide(step, able, ids)
         return step.plan
@@ -160,7 +162,7 @@ class Goodput(Policy):
                 held.until = 0
             for i in mine:
                 self._last[ids[i]] = index
-        step.plan, step.asked = held.plan, held.asked
+        step.plan, step.asked, held.hurried = held.plan, held.asked, step.hurried
         if not held.plan:
             self._rests_until = step.number + REST_STEPS
         income = PROBE_SHARE * step.plain_ms / len(self._drafters)
@@ -210,20 +212,21 @@ class Goodput(Policy):
                 net = gain - price - per_unseen * max(0, seq.num_context - 1 - own.seen)
                 if self._last.get(seq.seq_id) == index:
                     net += STAY * abs(gain)
-                if net <= 0.0 < gain and self._target(seq) < step.plain_ms:
-                    net = 1e-6   # plainly it takes longer than it should
+                if net <= 0.0 and self._in_a_hurry(seq, step):
+                    net = 1e-6
+                    step.hurried.add(seq.seq_id)
                 if net > best[i]:
                     best[i], owner[i] = net, index
         poor = [
             index for index in tried
             if 0.0 < sum(net for net, who in zip(best, owner, strict=True) if who == index)
             <= step.rate * self._drafters[index].prices(step.number)[0]
-        ]  # fmt: skip
+        ] if not step.hurried else []  # fmt: skip
         # A group that does not pay for its drafter's fixed cost. Who would have been second in it waits for the next decision.
         for i, who in enumerate(owner):
             if who in poor:
                 best[i], owner[i] = 0.0, _NOBODY
-        if sum(best) <= step.rate * self._deciding.value and not any(drafter.is_new for drafter in self._drafters):
+        if sum(best) <= step.rate * self._deciding.value and not step.hurried and not any(drafter.is_new for drafter in self._drafters):
             return [_NOBODY] * len(owner)
         return owner
 
@@ -231,6 +234,11 @@ class Goodput(Policy):
         """Milliseconds per token that the request may take."""
         slo = seq.tpot_slo_ms or self.options.tpot_slo_ms
         return float("inf") if slo is None else slo
+
+    def _in_a_hurry(self, seq: SequenceView, step: _Step) -> bool:
+        """Plain steps take longer than its target, and drafts have helped it or were not tried yet: then they need not pay."""
+        hopeless = seq.num_drafts >= _HOPELESS_AFTER and seq.num_accepted < _HOPELESS * seq.num_drafts
+        return self._target(seq) < step.plain_ms and not hopeless
 
     def _depths(self, drafter: Candidate, step: _Step, sequences: list[SequenceView]) -> list[int]:
         """How many drafts to ask for, per sequence."""
@@ -371,7 +379,8 @@ class Goodput(Policy):
         beyond = min(4.0, max(-0.5, rest / step.plain_ms - 1.0))
         for drafter in self._drafters:
             name = drafter.name
-            if drafter.account.off or not (name in drafts or name in drafting):
+            # What a target asks for is no loss of the drafter's.
+            if drafter.account.off or step.hurried or not (name in drafts or name in drafting):
                 continue
             share = drafts.get(name, 0) / max(1, num_drafts)
             spent = drafting.get(name, 0.0) / step.plain_ms + beyond * share
@@ -396,7 +405,7 @@ class Goodput(Policy):
         if step is not None and step.asked:
             price = step.rate * step.verify_ms
             for seq in some(feedback.sequences, feedback.step):
-                if (candidate := step.asked.get(seq.seq_id)) is not None:
+                if (candidate := step.asked.get(seq.seq_id)) is not None and seq.seq_id not in step.hurried:
                     gain = seq.num_accepted - price * seq.num_drafts
                     candidate.worth.learn(seq.seq_id, gain, probed=seq.seq_id not in self._held.asked)
 
@@ -423,6 +432,7 @@ class _Held:
     until: int
     plan: dict[int, Choice]
     asked: dict[int, Candidate]
+    hurried: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -439,3 +449,4 @@ class _Step:
     verify_ms: float               # of one more draft
     plan: dict[int, Choice] = field(default_factory=dict)
     asked: dict[int, Candidate] = field(default_factory=dict)
+    hurried: set[int] = field(default_factory=set)   # asked because of their target although that does not pay
