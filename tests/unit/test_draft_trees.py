@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +18,16 @@ from headway.drafters._chain import Prediction
 from headway.drafters._eagle_network import load_eagle
 from headway.drafters._feature_network import FeatureNetwork
 from headway.drafters._tree import Level, TreeOptions, draft_trees
-from headway.drafters.drafter import DraftRequest, keep_all
+from headway.drafters.drafter import Committed, DraftRequest, keep_all
 from headway.drafters.eagle import Eagle
+from headway.drafters.medusa import Medusa
+from headway.drafters.mlp_speculator import MLPSpeculator
 from headway.errors import ConfigError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
 from headway.types import Draft, SequenceFeedback, depths_of
-from tests.heads import eagle1_dir, eagle3_dir
+from tests.heads import eagle1_dir, eagle3_dir, medusa_dir, mlp_speculator_dir
 from tests.tiny import tiny_model_dir
 from tests.unit.test_feature_chain import BLOCK, Text
 
@@ -168,6 +171,32 @@ def test_every_node_sees_its_path(network: FeatureNetwork, target: Decoder) -> N
             assert max(depths_of(draft.parents or ())) >= 2
             for path, sure in zip(paths_of(draft), draft.confidence or (), strict=True):
                 assert sure == pytest.approx(probability(network, text, stop, path), rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "mlp_speculator"])
+def test_trees_of_heads_combine_the_likeliest_tokens_of_each(target: Decoder, tmp_path: Path, kind: str) -> None:
+    """The best combinations by the product of probabilities; three heads, although more levels are asked for."""
+    options = TreeOptions(topk=4, num_draft_tokens=15)
+    make, drafter = (medusa_dir, Medusa(options)) if kind == "medusa" else (mlp_speculator_dir, MLPSpeculator(options))
+    network = drafter.read(make(tmp_path / "heads", target.directory), target.config).load(target)
+    drafter.start(network, Likeliest())   # type: ignore[arg-type]
+    assert drafter.deterministic
+    hidden = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0)) * 3
+    for seq_id in range(2):
+        drafter.commit([Committed(seq_id, list(range(7)), 4, 1, 0, 0, (hidden[seq_id],))])
+    asked = [DraftRequest(seq_id, list(range(7)), 4, 5, True, room=15 - 4 * seq_id) for seq_id in range(2)]
+    for draft, one, states in zip(drafter.propose(asked, keep_all), asked, hidden, strict=True):
+        assert len(draft) == one.room
+        assert 2 <= draft.depth <= 3
+        values = {(): 1.0}
+        for path, sure in zip(paths_of(draft), draft.confidence or (), strict=True):
+            state = network.begin(states[-1:])
+            for head, token in enumerate((6, *path[:-1])):
+                logits, state = network.step(head, state, torch.tensor([token]))
+            assert sure == pytest.approx(float(logits.softmax(-1)[0, path[-1]]), rel=1e-4)
+            values[path] = values[path[:-1]] * sure
+        found = list(values.values())
+        assert found == sorted(found, reverse=True)
 
 
 def test_options_are_checked() -> None:

@@ -11,8 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway.drafters._chain import Prediction, SampleOptions, draft_chain
+from headway.drafters._chain import Prediction, draft_chain
 from headway.drafters._checkpoint import Checkpoint
+from headway.drafters._tree import Level, TreeOptions, draft_trees
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
 from headway.models import hub
 from headway.models.config import ModelConfig
@@ -21,9 +22,11 @@ from headway.types import Draft
 
 
 class HeadsNetwork(Protocol):
-    """`num_heads` tokens ahead at most; `target_ids` as in `FeatureNetwork`."""
+    """`num_heads` tokens ahead at most; `target_ids` as in `FeatureNetwork`; `reads_tokens`: what a head says depends on the draft tokens
+    before it."""
 
     num_heads: int
+    reads_tokens: bool
     target_ids: Tensor | None
 
     def begin(self, hidden: Tensor) -> Tensor:
@@ -48,10 +51,12 @@ class HiddenHeads(Drafter):
     takes_model = True
     needs_model = True
     hidden_layers = (-1,)
-    Options = SampleOptions
+    Options = TreeOptions
 
-    def __init__(self, options: SampleOptions | None = None) -> None:
-        self.deterministic = (options or SampleOptions()).deterministic
+    def __init__(self, options: TreeOptions | None = None) -> None:
+        self.options = options or TreeOptions()
+        self.tree_size = self.options.tree_size
+        self.deterministic = self.options.deterministic or self.tree_size > 0
 
     @abstractmethod
     def read(self, directory: Path, target: ModelConfig) -> HeadsFile:
@@ -59,6 +64,7 @@ class HiddenHeads(Drafter):
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
         assert context.model is not None
+        self.options.check_depth(context.num_speculative_tokens)
         directory = hub.resolve(context.model, progress=context.progress, weights=hub.SPECULATOR_WEIGHTS)
         self._file = self.read(directory, context.target)
         return DrafterMemory(weight_bytes=self._file.checkpoint.num_elements() * context.dtype.itemsize)
@@ -94,8 +100,18 @@ class HiddenHeads(Drafter):
         def advance(going: list[int], tokens: Tensor, state: Tensor, position: int, num: int) -> list[Prediction]:
             return [Prediction(*network.step(position + 1, state, tokens))]
 
+        def go_on(level: Level, state: Tensor) -> Prediction:
+            tokens, num = level.tokens.flatten(), level.tokens.shape[1]
+            if network.reads_tokens:
+                return Prediction(*network.step(level.depth + 1, state, tokens))
+            logits, _ = network.step(level.depth + 1, state[::num], tokens[::num])   # once for all nodes of a request
+            return Prediction(logits.repeat_interleave(num, 0), state)
+
         asked = [replace(request, k=min(request.k, network.num_heads)) for request in asked]
-        found = draft_chain(asked, keep, self.sampler, first, advance, network.target_ids, deterministic=self.deterministic)
+        if self.tree_size:
+            found = draft_trees(asked, keep, self.sampler, first, go_on, network.target_ids, self.options)
+        else:
+            found = draft_chain(asked, keep, self.sampler, first, advance, network.target_ids, deterministic=self.deterministic)
         for i, draft in zip(known, found, strict=True):
             drafts[i] = draft
         return drafts

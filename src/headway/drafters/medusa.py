@@ -23,13 +23,16 @@ from headway.models.layers import Linear
 
 
 class Medusa(HiddenHeads):
-    """`model` names the directory of the heads. Draft tokens do not depend on one another, given the prefix."""
+    """`model` names the directory of the heads. Draft tokens do not depend on one another, given the prefix: a tree (`topk` > 1) combines
+    the likeliest tokens of each head, the most probable combinations first."""
 
     def read(self, directory: Path, target: ModelConfig) -> MedusaFile:
         return MedusaFile(directory, target)
 
 
 class MedusaNetwork:
+    reads_tokens = False
+
     def __init__(self, blocks: list[list[Linear]], outputs: list[Linear], target_ids: Tensor | None) -> None:
         self.blocks, self.outputs, self.target_ids = blocks, outputs, target_ids
         self.num_heads = len(blocks)

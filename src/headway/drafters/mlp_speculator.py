@@ -30,6 +30,7 @@ class MLPSpeculator(HiddenHeads):
 
 class MLPSpeculatorNetwork:
     target_ids: Tensor | None = None
+    reads_tokens = True
 
     def __init__(
         self, embeddings: list[Tensor], projections: list[Linear], norms: list[tuple[Tensor, Tensor]], outputs: list[Linear],
