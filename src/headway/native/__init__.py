@@ -20,7 +20,7 @@ import torch
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 LANES = 16
-INTERFACE = 3
+INTERFACE = 4
 """As in kernels.h."""
 
 VARIANTS = ("avx512_bf16", "avx512", "avx2", "neon")

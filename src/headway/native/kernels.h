@@ -5,7 +5,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 // Counts up when a record or a function changes: a library left over from an earlier build is then refused instead of misread.
-#define INTERFACE 3
+#define INTERFACE 4
 
 typedef struct {
     void *q;                    // [num_tokens][heads][head_dim], `q_stride` elements from token to token
