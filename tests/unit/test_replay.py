@@ -18,6 +18,7 @@ from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.tune import replay
 from headway.tune.evidence import ENDLESS, HIT, MISS, NONE, Evidence, gather
+from headway.tune.regret import split
 from headway.types import Choice, DrafterFeedback, Feedback, Request, SamplingParams, SequenceFeedback
 from tests.tiny import tiny_model_dir
 
@@ -252,3 +253,27 @@ def test_what_cannot_be_replayed_is_named(
     )
     assert main([word.format(trace=tmp_path / "t") for word in words]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- regret ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("accepted", "per_token"), [(4, 0.05), (0, 2.0)])
+def test_the_parts_of_the_regret_add_up(accepted: int, per_token: float) -> None:
+    world = replay.World(always(accepted, lambda rows, tokens: 10.0 + per_token * tokens), max_k=4)
+    best = max(out.goodput for out in world.fixed().values())
+    parts = split(world, best)
+    total = parts.pop("total")
+    assert list(parts) == ["cost-model error", "acceptance error", "exploration", "choice"]
+    assert sum(parts.values()) == pytest.approx(total)
+    assert 0.0 <= total < 0.25
+    assert parts["choice"] < 0.03          # told everything it is as good as the best fixed k
+    if accepted == 0:
+        assert parts["exploration"] > 0.0  # where nothing is right, trying costs
+
+
+def test_replay_says_where_goodput_loses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path, 8, "eight", num_requests=3)
+    assert main(["replay", str(tmp_path / "eight"), "--split", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["regret_split"]
+    assert parts["total"] == pytest.approx(sum(part for name, part in parts.items() if name != "total"))

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", action="append", default=None, metavar="NAME[:KEY=VALUE,...]", help=text)
     parser.add_argument("--max-k", type=int, default=None, metavar="N", help="largest k (default: the trace's)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws for what the trace does not know")
+    parser.add_argument("--split", action="store_true", help="where goodput loses against the best fixed k: four more replays")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -52,10 +53,17 @@ def main(args: argparse.Namespace) -> int:
         "recorded": _json(world.recorded), "best_fixed": best, "fixed": {name: _json(out) for name, out in fixed.items()},
         "policies": {name: {**_json(out), "regret": 1.0 - out.goodput / fixed[best].goodput} for name, out in found.items()},
     }
+    if args.split:
+        from headway.tune.regret import split
+
+        result["regret_split"] = split(world, fixed[best].goodput)
     if args.json:
         print(json.dumps(result))
-    else:
-        _print(world, fixed, found, best)
+        return 0
+    _print(world, fixed, found, best)
+    if args.split:
+        parts = ", ".join(f"{name} {part:+.1%}" for name, part in result["regret_split"].items())
+        print(f"regret of goodput from a cold start: {parts}")
     return 0
 
 

@@ -149,9 +149,12 @@ class _Live:
         return self.position > 0
 
 
-def run(policy: Policy, world: World, observe: Callable[[Feedback], None] = lambda feedback: None) -> Outcome:
-    """Decides the whole trace by `policy`; `observe` sees every step's feedback."""
-    policy.start(Setup(tuple(DrafterView(name, True) for name in world.evidence.drafters), world.max_k, world.fresh_costs()))
+def run(
+    policy: Policy, world: World, observe: Callable[[Feedback], None] = lambda feedback: None, costs: CostModel | None = None
+) -> Outcome:
+    """Decides the whole trace by `policy`; `observe` sees every step's feedback. `costs`: what the policy knows of them, else all."""
+    views = tuple(DrafterView(name, True) for name in world.evidence.drafters)
+    policy.start(Setup(views, world.max_k, costs or world.fresh_costs()))
     waiting = list(world.evidence.sequences)[::-1]
     live: list[_Live] = []
     out = Outcome()

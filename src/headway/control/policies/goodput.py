@@ -204,11 +204,11 @@ class Goodput(Policy):
                 continue
             tried.append(index)
             _, each, per_unseen = drafter.prices(step.number)
-            price, per_unseen, worth = step.rate * each, step.rate * per_unseen / WAKE_STEPS, drafter.worth
+            price, per_unseen = step.rate * each, step.rate * per_unseen / WAKE_STEPS
             # A sample is enough to find out.
             for i in range(min(len(able), drafter.first_asks // 2) if drafter.is_new else len(able)):
                 own, seq = known[index][i], able[i]
-                gain = worth.predict(own, step.number)
+                gain = self.expected(drafter, seq, own, step.number)
                 net = gain - price - per_unseen * max(0, seq.num_context - 1 - own.seen)
                 if self._last.get(seq.seq_id) == index:
                     net += STAY * abs(gain)
@@ -229,6 +229,14 @@ class Goodput(Policy):
         if sum(best) <= step.rate * self._deciding.value and not step.hurried and not any(drafter.is_new for drafter in self._drafters):
             return [_NOBODY] * len(owner)
         return owner
+
+    def expected(self, drafter: Candidate, seq: SequenceView, own: Own, step: int) -> float:
+        """Tokens, net of verification, that asking `drafter` for a draft of this request brings."""
+        return drafter.worth.predict(own, step)
+
+    def reach(self, draft: DraftView) -> Sequence[float]:
+        """[length] P(the draft is accepted up to here)"""
+        return self._by_name[draft.drafter].sighted.reach(draft.seq_id, draft.length, draft.confidence)
 
     def _target(self, seq: SequenceView) -> float:
         """Milliseconds per token that the request may take."""

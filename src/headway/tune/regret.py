@@ -1,0 +1,94 @@
+"""Where `goodput` loses against the best fixed k of a trace, in four parts that add up: each replay is told one thing more.
+
+    nothing told        it starts cold: costs and acceptance unknown
+    costs told          the machine's cost model from the start                    the difference: cost-model error
+    acceptance told     also how many tokens of each draft are right               acceptance error
+    no exploration      also that nothing has to be tried or measured              exploration
+    best fixed k        what is left: the choice itself. Negative where deciding per request and step is worth more than any fixed k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.control.candidate import Candidate
+from headway.control.costs import CostModel
+from headway.control.policies.goodput import Goodput
+from headway.control.policy import BatchView, DraftView, SequenceView, Setup
+from headway.control.worth import Own
+from headway.types import Choice
+
+if TYPE_CHECKING:
+    from headway.tune.replay import World
+
+CERTAIN = 0.999
+
+
+class Told(Goodput):
+    """`goodput` that is told some of what it would have to learn. `world` is None where it has to learn acceptance."""
+
+    def __init__(self, world: World | None, *, explores: bool) -> None:
+        super().__init__()
+        self._records = {} if world is None else {record.seq_id: record for record in world.evidence.sequences}
+        self._told = world is not None
+        self._explores = explores
+        self._positions: dict[int, int] = {}
+
+    def start(self, setup: Setup) -> None:
+        super().start(setup)
+        if not self._explores:
+            self._plain.is_due = lambda speedup, speed: False  # type: ignore[method-assign]
+        for drafter in self._drafters:
+            if self._told:
+                drafter.values = self._values  # type: ignore[method-assign]
+            if not self._explores:
+                drafter.affords = lambda *args: False  # type: ignore[method-assign]
+                drafter.first_asks = 0
+
+    def plan(self, view: BatchView) -> Mapping[int, Choice]:
+        if self._told:
+            self._positions = {seq.seq_id: seq.num_output for seq in view.sequences}
+            self._rests_until, self._held.until = 0, 0   # what is known now may be another thing in the next step
+        return super().plan(view)
+
+    def right(self, drafter: str, seq_id: int, k: int) -> tuple[int, int]:
+        """(length of the draft, how many of its tokens are right)"""
+        return self._records[seq_id].drafts[drafter].draft(self._positions[seq_id], k)
+
+    def expected(self, drafter: Candidate, seq: SequenceView, own: Own, step: int) -> float:
+        if not self._told:
+            return super().expected(drafter, seq, own, step)
+        assert self._step is not None
+        _, right = self.right(drafter.name, seq.seq_id, min(drafter.max_k, seq.max_k))
+        return right * (1.0 - self._step.rate * self._step.verify_ms)
+
+    def reach(self, draft: DraftView) -> Sequence[float]:
+        if not self._told:
+            return super().reach(draft)
+        _, right = self.right(draft.drafter, draft.seq_id, draft.length)
+        return [CERTAIN ** (j + 1) if j < right else 1e-9 / (j + 1) for j in range(draft.length)]
+
+
+    def _values(self, drafts: list[DraftView]) -> NDArray[np.float64]:
+        values = np.zeros((len(drafts), max(draft.length for draft in drafts)))
+        for row, draft in enumerate(drafts):
+            values[row, : draft.length] = self.reach(draft)
+        return values
+
+
+def split(world: World, best: float) -> dict[str, float]:
+    """Shares of the best fixed k's goodput `best` (tokens per second). `total` is the sum of the others."""
+    from headway.tune.replay import run
+
+    cold = run(Told(None, explores=True), world, costs=CostModel()).goodput
+    costs = run(Told(None, explores=True), world).goodput
+    acceptance = run(Told(world, explores=True), world).goodput
+    free = run(Told(world, explores=False), world).goodput
+    parts = {
+        "cost-model error": costs - cold, "acceptance error": acceptance - costs, "exploration": free - acceptance, "choice": best - free
+    }
+    return {name: part / best for name, part in parts.items()} | {"total": (best - cold) / best}
