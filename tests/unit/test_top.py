@@ -177,6 +177,20 @@ def test_a_frame_of_vllm_shows_what_it_tells() -> None:
     assert "goodput" not in shown
 
 
+def test_a_controller_that_is_off_says_why() -> None:
+    text = (
+        "vllm:generation_tokens_total 50\nvllm:spec_decode_num_drafts_total 20\nvllm:spec_decode_num_draft_tokens_total 60\n"
+        'vllm:spec_decode_num_accepted_tokens_total 30\nheadway:controller{engine="0",reason="%s"} %d\n'
+        'headway:policy_last_change_timestamp_seconds{policy="goodput",reason="it pays"} 100\n'
+    )
+    off = top_view.read(Scrape(), Scrape.parse(text % ("an error inside", 0)), 1.0, 101.0)
+    works = top_view.read(Scrape(), Scrape.parse(text % ("", 1)), 1.0, 101.0)
+    assert (off.off, works.off) == ("an error inside", None)
+    lines = ["".join(piece for piece, _ in line) for line in top_view.lines(off, "url")]
+    assert any(line.startswith("controller") and "off: an error inside" in line for line in lines)
+    assert not any("it pays" in line for line in lines)
+
+
 def test_a_server_without_speculation() -> None:
     shown = frame("", "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n")
     assert "this server reports none" in shown

@@ -59,8 +59,8 @@ class Tally:
 def request(rng: random.Random) -> dict[str, Any]:
     """One request of the mix."""
     words = [rng.choice(WORDS) for _ in range(rng.randrange(3, 40))]
-    prompt = " ".join(words * rng.randrange(2, 6) if rng.random() < 0.5 else words)
-    body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": rng.randrange(1, 96)}
+    prompt = " ".join(words * rng.randrange(2, 16) if rng.random() < 0.5 else words)
+    body: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": rng.randrange(1, 160)}
     body["temperature"] = rng.choice([0.0, 0.0, 0.8])
     kind = rng.randrange(8)
     if kind == 0:
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--concurrency", type=int, default=12)
     parser.add_argument("--method", default="ngram", choices=("ngram", "headway"))
-    parser.add_argument("--kv-blocks", type=int, default=200, help="small enough to preempt")
+    parser.add_argument("--kv-blocks", type=int, default=20, help="of 128 tokens; small enough to preempt")
     parser.add_argument("--output", help="write what was seen as JSON")
     args = parser.parse_args()
     spec = NGRAM if args.method == "ngram" else serve_flags(method="headway")["--speculative-config"]

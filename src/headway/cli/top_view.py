@@ -58,6 +58,7 @@ class Numbers:
     policy: str | None = None
     reason: str | None = None
     reason_age: float | None = None
+    off: str | None = None                  # why a controller inside vLLM is not at work
     phases: dict[str, float] = field(default_factory=dict)      # share of step time
     since_start: bool = False               # nothing was written in the window: ratios are of the server's whole life
 
@@ -133,6 +134,7 @@ def _controller(n: Numbers, grown: Growth, after: Scrape, now: float) -> None:
     change = "headway:policy_last_change_timestamp_seconds"
     n.policy = next(iter(after.by(change, "policy")), None)
     n.reason = next(iter(after.by(change, "reason")), None) or None
+    n.off = next((why for why, works in after.by("headway:controller", "reason").items() if not works), None)
     changed = after.total(change)
     n.reason_age = max(0.0, now - changed) if changed else None
 
@@ -196,7 +198,9 @@ def _speculation_lines(n: Numbers) -> list[list[Piece]]:
     if n.k_shares:
         shown = [(f"{k}: ", f"{bar(share, 6).rstrip()} {share:.0%}") for k, share in n.k_shares.items()]
         found.append(_line("k chosen", *shown))
-    if n.policy and n.policy != "none":
+    if n.off is not None:
+        found.append([*_line("controller"), (f"off: {n.off or 'see the log of vLLM'}", "bold red")])
+    elif n.policy and n.policy != "none":
         age = f" ({n.reason_age:.0f} s ago)" if n.reason_age is not None else ""
         found.append(_line("policy", ("", n.policy), ("", f"{n.reason}{age}" if n.reason else None)))
     if n.phases:
