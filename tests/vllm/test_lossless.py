@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
 from headway.bench import workloads
 from tests.vllm.conftest import NGRAM, SCHEDULER, scheduler_of
@@ -43,9 +44,9 @@ def check_counters(llm: Any, num_tokens: int) -> None:
     scheduler = scheduler_of(llm)
     counters, pilot = scheduler._parts.counters, scheduler._pilot
     assert (counters.off, counters.num_errors, counters.num_fallback_steps) == ("", 0, 0)
-    accepted = sum(accepted * rows for (_, _, accepted), rows in counters.verified.items())
+    accepted = sum(accepted * rows for (_, _, accepted, _), rows in counters.verified.items())
     assert counters.num_sampling_rows + accepted == num_tokens
-    assert counters.num_verified_drafts == sum(drafts * rows for (_, drafts, _), rows in counters.verified.items())
+    assert counters.num_verified_drafts == sum(drafts * rows for (_, drafts, _, _), rows in counters.verified.items())
     assert accepted > 0, "nothing was ever accepted: the test proves nothing"
     assert not pilot._flights
     assert len(pilot._requests) <= len(scheduler.requests) + 1
@@ -150,3 +151,10 @@ def test_an_error_in_the_controller_costs_speed_and_not_text(
     assert len(calls) == counters.num_errors == 1
     assert counters.off
     assert counters.num_fallback_steps > 5
+
+
+def test_a_vllm_that_is_not_understood_keeps_its_own_scheduler(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.vllm.compat.problems", lambda version, scheduler: ["its scheduler is another one"])
+    llm = with_headway(offline)
+    assert type(scheduler_of(llm)) is VllmScheduler
+    assert written(llm, ["One, two, three, one, two, three,"])

@@ -13,6 +13,7 @@ Knows vLLM's records by their attributes only and imports none of it. One step, 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,8 @@ from headway.vllm.chooser import Chooser, Decision, Load, RowOutcome, StepOutcom
 from headway.vllm.counters import Counters
 from headway.vllm.evidence import History
 from headway.vllm.settings import RequestSettings
+
+logger = logging.getLogger("vllm.headway")
 
 GREEDY = 1e-5    # temperature below which vLLM samples greedily
 
@@ -93,8 +96,8 @@ class Pilot:
             views = [self._view(request) for request in itertools.chain(scheduler.running, self._to_admit())]
             self._decision = self.chooser.trim(views, drafts, self._load(), drafted=self._drafted)
             self._lengths = lengths = self._decision.lengths
-            by_id = {tracked.seq_id: tracked for request in scheduler.running for tracked in [self._of(request)]}
-            self.chooser.shadow(self._decision, by_id, drafts)
+            tracked = [self._of(request) for request in scheduler.running]
+            self.chooser.shadow(self._decision, {item.seq_id: item for item in tracked}, drafts)
         for request in held:
             request.spec_token_ids = list(request.spec_token_ids[: lengths.get(self._of(request).seq_id, 0)])
 
@@ -187,8 +190,9 @@ class Pilot:
             params = request.sampling_params
             try:
                 settings = RequestSettings.parse(params.extra_args if params else None)
-            except InvalidRequestError:
+            except InvalidRequestError as error:
                 self.counters.num_invalid_requests += 1
+                logger.warning("request %s: %s. It is served without these wishes", request.request_id, error)
                 settings = RequestSettings()
             found = _Request(next(self._seq_ids), request.all_token_ids, settings=settings)
             self._requests[request.request_id] = found
