@@ -17,14 +17,13 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.vllm import compat
+from headway.vllm.build import TOKEN_ONLY
 from headway.vllm.flags import METHODS, PROPOSER, SCHEDULER, read_flags
 from headway.vllm.settings import KEY, Settings, k_table
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 # Drafters that run on the CPU between steps: vLLM does not schedule asynchronously with them.
 SYNC_METHODS = ("ngram", "suffix", "medusa", "custom_class")
-# Drafters without a forward pass: no collectives, so data-parallel ranks may choose for themselves.
-TOKEN_ONLY = ("ngram", "ngram_gpu", "suffix", "custom_class")
 V1_ONLY = ("suffix", "medusa", "custom_class")
 MUCH_KV = 0.25
 
