@@ -278,7 +278,7 @@ def test_poisson_is_calibrated_once_and_kept(tmp_path: Path, monkeypatch: pytest
 
     def measure(self: Sweep, load: LoadOptions, configuration: Any, repeat: int) -> tuple[Run, Any]:
         loads.append(load)
-        return run_of(10.0), SimpleNamespace(to_json=dict)
+        return run_of(10.0), {}
 
     monkeypatch.setattr(Sweep, "_measure", measure)
     found = swept(tmp_path / "s.json", options)

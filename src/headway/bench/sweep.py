@@ -21,6 +21,7 @@ from headway import plugins
 from headway.bench import workloads
 from headway.bench.arrivals import PATTERNS
 from headway.bench.records import LoadOptions, Run
+from headway.bench.recovery import StepLog
 from headway.config import SpeculativeConfig, option
 from headway.errors import ConfigError, unknown_key
 
@@ -199,6 +200,18 @@ class Series:
         return series
 
 
+def accounts(before: dict[str, float], engine: Engine) -> dict[str, float | None]:
+    """Where the time of a run went, and how far the policy's forecasts were off. Shares of step time; errors None without a forecast."""
+    metrics, now = engine.metrics, engine.metrics.snapshot()
+    spent = {key: value - before[key] for key, value in now.items()}
+    step_ms, tokens = max(1e-9, spent["step_ms"]), spent["num_compared_tokens"]
+    return {
+        **{name: spent[f"{name}_ms"] / step_ms for name in ("policy", "draft", "wasted")},
+        "step_time_error": metrics.step_time_error if tokens else None,
+        "token_error": spent["num_forecast_tokens"] / tokens - 1.0 if tokens else None,
+    }
+
+
 class Results:
     """The results document, on disk after every run. Raises ConfigError for a file that is something else."""
 
@@ -309,9 +322,9 @@ class Sweep:
 
     def _run(self, cell: Cell, name: str, repeat: int) -> dict[str, Any]:
         load = self._rated(cell) if cell.needs_rate else cell.load
-        run, series = self._measure(load, self.configurations[name], repeat)
+        run, observed = self._measure(load, self.configurations[name], repeat)
         summary = run.summary()
-        return {key: summary[key] for key in KEPT if key in summary} | {"series": series.to_json()}
+        return {key: summary[key] for key in KEPT if key in summary} | observed
 
     def _rated(self, cell: Cell) -> LoadOptions:
         """Poisson at the rate at which plain decoding answers a closed loop of the same concurrency: it just cannot keep up."""
@@ -321,7 +334,7 @@ class Sweep:
             rates[cell.name] = run.summary()["requests_per_s"]
         return dataclasses.replace(cell.load, arrivals="poisson", request_rate=rates[cell.name])
 
-    def _measure(self, load: LoadOptions, configuration: dict[str, Any] | None, repeat: int) -> tuple[Run, Series]:
+    def _measure(self, load: LoadOptions, configuration: dict[str, Any] | None, repeat: int) -> tuple[Run, dict[str, Any]]:
         from headway.bench import throughput
 
         engine = self.engine
@@ -329,9 +342,17 @@ class Sweep:
         prompts, warmup = self._prompts(load)
         size = load.num_prompts
         throughput.run(engine, warmup, dataclasses.replace(load, arrivals="closed", request_rate=None), label="warm-up")
-        series = Series(engine)
-        run = throughput.run(engine, prompts[repeat * size : (repeat + 1) * size], load, on_step=series.observe)
-        return run, series
+        series, before = Series(engine), engine.metrics.snapshot()
+        log = StepLog(engine, int(load.workload.partition(":")[2])) if load.workload.startswith("drift:") else None
+
+        def observe() -> None:
+            series.observe()
+            if log is not None:
+                log.observe()
+
+        run = throughput.run(engine, prompts[repeat * size : (repeat + 1) * size], load, on_step=observe)
+        observed = {"series": series.to_json(), "accounts": accounts(before, engine)}
+        return run, observed | ({"steps": log.to_json()} if log is not None else {})
 
     def _prompts(self, load: LoadOptions) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of all repeats' prompts, and of the warm-up's."""

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headway.bench.recovery import recoveries
 from headway.bench.sweep import OFF, complete_blocks, is_static
 
 Ratios = dict[tuple[str, str], float]
@@ -36,6 +37,15 @@ class Analysis:
         key, _, sub = read.partition(".")
         values = [run[name][key][sub] if sub else run[name][key] for run in self.repeats[cell] if run[name].get(key) is not None]
         return float(statistics.median(values)) if values else 0.0
+
+    def by_concurrency(self) -> dict[str, list[tuple[int, str]]]:
+        """Workload -> (requests in flight, cell), rising; patterns and drifting loads left out."""
+        found: dict[str, list[tuple[int, str]]] = {}
+        for cell in self.cells:
+            workload, _, load = cell.rpartition("@")
+            if load.isdigit() and not workload.startswith("drift"):
+                found.setdefault(workload, []).append((int(load), cell))
+        return {workload: sorted(cells) for workload, cells in found.items()}
 
     def best_static(self, cell: str) -> str | None:
         return max(self.statics, key=lambda name: self.median(cell, name), default=None)
@@ -86,6 +96,21 @@ class Analysis:
                 })
         return sorted(found, key=lambda loss: loss["ratio"])
 
+    def recoveries(self) -> dict[str, list[dict[str, list[dict[str, Any]]]]]:
+        """Drifting cell -> per repeat: configuration -> what `recovery.recoveries` says of each switch."""
+        found = {cell: [recoveries(runs, self.statics) for runs in repeats] for cell, repeats in self.repeats.items()}
+        return {cell: repeats for cell, repeats in found.items() if any(repeats)}
+
+    def accounts(self, name: str) -> dict[str, dict[str, float | None]]:
+        """Cell -> medians over repeats of where the configuration's time went and of its forecasts' errors; where that was recorded."""
+        found: dict[str, dict[str, float | None]] = {}
+        for cell in self.cells:
+            runs = [run[name]["accounts"] for run in self.repeats[cell] if run[name].get("accounts")]
+            if runs:
+                columns = {key: [run[key] for run in runs if run[key] is not None] for key in runs[0]}
+                found[cell] = {key: statistics.median(values) if values else None for key, values in columns.items()}
+        return found
+
     def equal_outputs(self) -> float | None:
         """Share of runs that wrote exactly what plain decoding wrote in the same block; None without a plain configuration."""
         if OFF not in self.configurations:
@@ -104,6 +129,8 @@ class Analysis:
             "median_output_tokens_per_s": {cell: {name: self.median(cell, name) for name in self.configurations} for cell in self.cells},
             "summary": self.summary(),
             "losses": self.losses(),
+            "accounts": {name: self.accounts(name) for name in self.adaptive},
+            "recoveries": self.recoveries(),
             "equal_outputs_share": self.equal_outputs(),
         }
 

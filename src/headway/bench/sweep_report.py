@@ -31,7 +31,7 @@ def html(document: Mapping[str, Any]) -> str:
         _provenance(document, analysis),
     ]
     if analysis.cells:
-        parts += [section(analysis) for section in (_summary, _losses, _heat_maps, _curves, _k_over_time, _medians)]
+        parts += [section(analysis) for section in (_summary, _losses, _accounts, _recoveries, _heat_maps, _curves, _k_over_time, _medians)]
     else:
         parts.append("<p>No cell has a valid run of every configuration yet.</p>")
     return "\n".join([*parts, "</html>"])
@@ -96,6 +96,34 @@ def _losses(analysis: Analysis) -> str:
     return "<h2>Where they lose against the best static k</h2>" + (_table(head, rows) if rows else "<p>Nowhere.</p>")
 
 
+def _accounts(analysis: Analysis) -> str:
+    """Where the time of the policies that forecast went: what is lost to deciding, drafting and wrong guesses."""
+    head = ("configuration", "cell", "policy", "drafting", "for tokens that were rejected", "step time off by", "tokens expected / written")
+    rows = [
+        [escape(name), escape(cell), *(_percent(found[key]) for key in ("policy", "draft", "wasted", "step_time_error")),
+         "-" if found["token_error"] is None else f"{1.0 + found['token_error']:.3f}"]
+        for name in analysis.adaptive for cell, found in analysis.accounts(name).items() if found["token_error"] is not None
+    ]  # fmt: skip
+    note = "<p class='note'>Shares of step time. `headway replay TRACE --split` splits the regret itself.</p>"
+    return "<h2>Where the time of policies went</h2>" + _table(head, rows) + note if rows else ""
+
+
+def _recoveries(analysis: Analysis) -> str:
+    head = ("cell", "repeat", "configuration", "to phase", "steps", "seconds")
+    rows = [
+        [escape(cell), str(repeat + 1), escape(name), str(item["phase"] + 1),
+         *("-" if item[key] is None else f"{item[key]:g}" for key in head[4:])]
+        for cell, repeats in analysis.recoveries().items() for repeat, found in enumerate(repeats)
+        for name in analysis.adaptive for item in found.get(name, ())
+    ]  # fmt: skip
+    note = "<p class='note'>Until it reaches 95 % of the best static k of the new phase, to the phase's end; -: not in this phase.</p>"
+    return "<h2>Recovery after the workload switched</h2>" + _table(head, rows) + note if rows else ""
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
 def _heat_maps(analysis: Analysis) -> str:
     return "<h2>Regret</h2><div class='charts'>" + "".join(
         heat_map(title, analysis.configurations, analysis.cells, ratios)
@@ -110,15 +138,10 @@ def _heat_maps(analysis: Analysis) -> str:
 def _curves(analysis: Analysis) -> str:
     """Throughput and TPOT against concurrency, one line per configuration, one pair of charts per workload."""
     parts = []
-    by_workload: dict[str, list[tuple[int, str]]] = {}
-    for cell in analysis.cells:
-        workload, _, load = cell.rpartition("@")
-        if load.isdigit() and not workload.startswith("drift"):
-            by_workload.setdefault(workload, []).append((int(load), cell))
-    for workload, cells in by_workload.items():
+    for workload, cells in analysis.by_concurrency().items():
         for label, read in (("output tokens/s", "output_tokens_per_s"), ("TPOT ms, median", "tpot_ms.p50")):
             lines = [
-                Line(name, [(load, analysis.median(cell, name, read)) for load, cell in sorted(cells)], **_look(analysis, name))
+                Line(name, [(load, analysis.median(cell, name, read)) for load, cell in cells], **_look(analysis, name))
                 for name in analysis.configurations
             ]
             parts.append(line_chart(f"{workload}: {label}", "requests in flight", label, lines, log_x=True))

@@ -19,7 +19,10 @@ from headway.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(parser.add_argument_group("sweep"), SweepOptions)
-    text = "results, rewritten after every run; an existing sweep is continued. FILE.html is the report (default: results/sweep.json)"
+    text = (
+        "results, rewritten after every run; an existing sweep is continued. FILE.html is the report, FILE.png its main plot where "
+        "matplotlib is installed (default: results/sweep.json)"
+    )
     parser.add_argument("--output", default="results/sweep.json", metavar="FILE.json", help=text)
     parser.add_argument("--report-only", action="store_true", help="write the report of what --output holds, measure nothing")
     add_engine_arguments(parser, skip=("seed", "trace"), speculation=False)
@@ -78,7 +81,7 @@ def _report_only(output: Path) -> int:
 
 def _finish(document: dict[str, Any], output: Path) -> int:
     """Analysis, report and last line; exit code 1 when a run was invalid."""
-    from headway.bench import report
+    from headway.bench import png, report
     from headway.bench.sweep_analysis import Analysis
     from headway.bench.sweep_report import html
 
@@ -91,7 +94,9 @@ def _finish(document: dict[str, Any], output: Path) -> int:
     for item in document["left_out"]:
         needs = "" if item["needs_s"] is None else f", which need about {item['needs_s']:.0f} s"
         print(f"left out for time: {item['cell']}, repeat {item['repeat'] + 1}: {item['num_runs']} runs{needs}", file=sys.stderr)
-    print(f"report: {page}", file=sys.stderr)
+    picture = output.with_suffix(".png")
+    drawn = png.write(analysis, picture)
+    print(f"report: {page}{f' and {picture}' if drawn else ''}", file=sys.stderr)
     code = report.finish({key: value for key, value in document.items() if key != "runs"}, None)
     output.write_text(json.dumps(document) + "\n", encoding="utf-8")
     return code
