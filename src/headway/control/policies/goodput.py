@@ -293,24 +293,26 @@ class Goodput(Policy):
         free = [draft for draft in drafts if draft.deterministic or draft.seq_id not in sampled]
         whole, num_free = sum([draft.length for draft in drafts]), sum([draft.length for draft in free])
         whole -= num_free
-        num_rows = len(step.sequences)
-        step_ms = self._costs.curve(
-            num_rows + (step.num_prefill > 0), num_rows + step.num_prefill + whole, num_free, step.num_context + step.num_prefill,
-            step.num_prefill,
-        )  # fmt: skip
+        num_rows, prefill = len(step.sequences), step.num_prefill
+        work = (num_rows + (prefill > 0), num_rows + prefill + whole, step.num_context + prefill)
         has_target = self.options.tpot_slo_ms is not None or any(seq.tpot_slo_ms for seq in step.sequences)
         if num_free <= _FEW and self.options.objective == "throughput" and not has_target:
-            lengths, gained = self._few(free, step, step_ms)
+            few_ms = self._costs.curve(work[0], work[1], num_free, work[2], prefill)
+            lengths, gained = self._few(free, step, few_ms)
+            total = sum(lengths.values())
+            none_ms, all_ms = few_ms[0], few_ms[total]
         else:
-            lengths, gained = self._many(free, step, step_ms, has_target)
-        total = sum(lengths.values())
+            many_ms = self._costs.predict(work[0], work[1] + np.arange(num_free + 1), work[2], prefill)
+            lengths, gained = self._many(free, step, many_ms, has_target)
+            total = sum(lengths.values())
+            none_ms, all_ms = float(many_ms[0]), float(many_ms[total])
         if total:
-            step.verify_ms = (step_ms[total] - step_ms[0]) / total
+            step.verify_ms = (all_ms - none_ms) / total
         asked = list(step.asked.values())
         drafting = sum([self._costs.predict_draft(drafter.name, asked.count(drafter), drafter.depth) for drafter in self._drafters])
         extra = step.plain_ms - step.predicted_ms
         self.forecast = Forecast(
-            step_ms[total] + extra + drafting, num_rows + gained, step.plain_ms if whole else step_ms[0] + extra
+            all_ms + extra + drafting, num_rows + gained, step.plain_ms if whole else none_ms + extra
         )
         return lengths
 
@@ -324,7 +326,7 @@ class Goodput(Policy):
         gained = sum([sum(line[:length]) for line, length in zip(values, chosen, strict=True)])
         return {draft.seq_id: length for draft, length in zip(free, chosen, strict=True)}, gained
 
-    def _many(self, free: list[DraftView], step: _Step, curve: list[float], has_target: bool) -> tuple[dict[int, int], float]:
+    def _many(self, free: list[DraftView], step: _Step, curve: FloatArray, has_target: bool) -> tuple[dict[int, int], float]:
         """The same for all objectives, in arrays."""
         rows = {seq.seq_id: row for row, seq in enumerate(step.sequences)}
         values = np.zeros((len(rows), max([draft.length for draft in free], default=1)))
@@ -333,7 +335,7 @@ class Goodput(Policy):
             if mine:
                 made = drafter.values(mine)
                 values[[rows[draft.seq_id] for draft in mine], : made.shape[1]] = made
-        step_ms = np.array(curve) + (step.plain_ms - step.predicted_ms)
+        step_ms = curve + (step.plain_ms - step.predicted_ms)
         slo = np.array([self._target(seq) for seq in step.sequences]) if has_target else None
         lengths = allocate(values, step_ms, rate=step.rate, latency=self.options.objective == "latency", slo_ms=slo)
         first = [rows[draft.seq_id] for draft in free if self._by_name[draft.drafter].is_new]
