@@ -1,4 +1,4 @@
-"""One request at a time beside llama.cpp: bf16, plain and with a drafter, against the Q4_1 file it was made from (a third of the bytes).
+"""One request at a time beside llama.cpp: bf16 and int8, plain and with a drafter, against the Q4_1 file it was made from.
 
     python benchmarks/against_llamacpp.py --python VENV/bin/python --gguf SmolLM2-135M-Instruct.Q4_1.gguf --output results/llamacpp.json
 
@@ -22,7 +22,8 @@ from typing import Any
 
 WAYS: dict[str, str] = {
     "plain": "off",
-    "ngram k=4": '{"method": "ngram", "num_speculative_tokens": 4, "policy": "static"}',
+    "ngram k=4": '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2, "policy": "static"}',
+    "int8, plain": "off",
     "suffix k=16": '{"method": "suffix", "num_speculative_tokens": 16, "policy": "static"}',
     "default": "default",
 }
@@ -45,13 +46,15 @@ print(json.dumps(times))
 """
 
 
-def run_headway(speculation: str, prompts: list[list[int]], output_len: int) -> list[float]:
+def run_headway(speculation: str, prompts: list[list[int]], output_len: int, quantization: str | None) -> list[float]:
     """Milliseconds per token after the first, per prompt; a new engine."""
     from headway.config import EngineConfig, SpeculativeConfig
     from headway.engine.engine import Engine
     from headway.types import Request, SamplingParams
 
-    engine = Engine(EngineConfig(dtype="bfloat16", device="cpu", max_model_len=2048, speculative=SpeculativeConfig.parse(speculation)))
+    engine = Engine(EngineConfig(
+        dtype="bfloat16", quantization=quantization, device="cpu", max_model_len=2048, speculative=SpeculativeConfig.parse(speculation)
+    ))
     times = []
     for number, prompt in enumerate(prompts):
         engine.add(Request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)))
@@ -72,11 +75,12 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--quantization", help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         prompts = json.loads(Path(args.child[1]).read_text())
-        print(json.dumps(run_headway(args.child[0], prompts, args.output_len)))
+        print(json.dumps(run_headway(args.child[0], prompts, args.output_len, args.quantization)))
         return
     from headway.bench import workloads
     from headway.bench.environment import describe
@@ -89,7 +93,9 @@ def main() -> None:
         path.write_text(json.dumps([p.encode(tokenizer) for p in workloads.load("code-edit", args.num_prompts, seed=1)]))
         commands = {"llama.cpp": [args.python, "-c", LLAMA, args.gguf, str(path), str(os.cpu_count()), str(args.output_len)]}
         common = ["--python", args.python, "--gguf", args.gguf, "--output-len", str(args.output_len)]
-        commands |= {way: [sys.executable, __file__, *common, "--child", spec, str(path)] for way, spec in WAYS.items()}
+        for way, speculation in WAYS.items():
+            quantized = ["--quantization", "int8"] if way.startswith("int8") else []
+            commands[way] = [sys.executable, __file__, *common, *quantized, "--child", speculation, str(path)]
         times: dict[str, list[float]] = {way: [] for way in commands}
         for _ in range(args.rounds):
             for way, command in commands.items():

@@ -166,6 +166,9 @@ def test_throughput_writes_the_same_tokens_however_they_are_computed(headway: He
             result = document(out)
             assert result["num_output_tokens"] == 5 * 80
             assert result["invalid"] is False
+            plain = "off" in speculation and concurrency == "1"   # what the ceiling is said for
+            assert (result["ceiling_share"] is not None) == ("of the ceiling of" in out) == plain
+            assert not plain or result["ceiling_share"] > 0
             hashes.add(result["output_hash"])
     assert len(hashes) == 1
 

@@ -32,6 +32,11 @@ class Physics:
     ceiling_empty_context: float
     ceiling_context_1024: float
 
+    def share(self, tpot_ms: float, num_context_tokens: float) -> float:
+        """How much of the ceiling plain decoding of one request reached, at this many tokens of context on average."""
+        num_bytes = self.bytes_per_token + num_context_tokens * self.kv_bytes_per_token
+        return num_bytes / (tpot_ms * 1e-3) / self.bandwidth
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -44,14 +49,14 @@ class Physics:
         ]
 
 
-def measure(model: Decoder) -> Physics:
-    """Reads the model's sizes and measures the memory; takes about a second."""
+def measure(model: Decoder, at_least: float = 0.0) -> Physics:
+    """Reads the model's sizes and measures the memory; takes about a second. at_least: a bandwidth that was seen before."""
     config = model.config
     kv_bytes = KVCache.bytes_per_block(config, 1, model.dtype)
     # An input table that is not the output layer's as well is looked up row by row, not read.
     shared = config.tie_word_embeddings and not model.int8
     per_step = model.weight_bytes - (0 if shared else model.embedding.nbytes)
-    bandwidth = read_bandwidth(model.device)
+    bandwidth = max(read_bandwidth(model.device), at_least)
     return Physics(model.weight_bytes, per_step, kv_bytes, bandwidth, bandwidth / per_step, bandwidth / (per_step + 1024 * kv_bytes))
 
 

@@ -119,6 +119,12 @@ class Run:
         return self.num_output_tokens / self.duration_s if self.duration_s > 0 else 0.0
 
     @property
+    def mean_tpot_ms(self) -> float:
+        """Of all requests together; 0.0 when none wrote a second token."""
+        tokens = sum(max(0, record.num_output_tokens - 1) for record in self.records)
+        return sum(record.last - record.first for record in self.records) * 1e3 / tokens if tokens else 0.0
+
+    @property
     def output_hash(self) -> str:
         return hash_outputs(record.output for record in self.records)
 

@@ -50,8 +50,15 @@ def main(args: argparse.Namespace) -> int:
     with report.progress_bar("requests", len(prompts)) as advance:
         run = throughput.run(engine, prompts, load, advance)
     report.print_table(str(load), {"": run})
+    share = None
+    if load.arrivals == "closed" and load.concurrency == 1 and config.speculative is None and run.mean_tpot_ms > 0:
+        # The memory of a shared machine is not equally fast at all times: measured before and after, the better one is the ceiling.
+        limits = physics.measure(engine.model, limits.bandwidth)
+        context = sum(record.num_prompt_tokens + record.num_output_tokens / 2 for record in run.records) / len(run.records)
+        share = limits.share(run.mean_tpot_ms, context)
+        print(f"decoding reached {share:.0%} of the ceiling of {limits.bandwidth / 1e9:.1f} GB/s at {context:.0f} tokens of context")
     result = report.document(
-        "throughput", command_line(args), **run.summary(), physics=limits.to_json(), ready_s=ready_s,
+        "throughput", command_line(args), **run.summary(), physics=limits.to_json(), ceiling_share=share, ready_s=ready_s,
         peak_memory_bytes=max(load_peak, environment.peak_memory_bytes()),
         kv_cache_bytes=engine.scheduler.pool.num_blocks * config.block_size * limits.kv_bytes_per_token, load=dataclasses.asdict(load),
         config=config_json(settings), dtype=dtype, device=str(engine.model.device),
