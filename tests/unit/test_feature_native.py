@@ -132,3 +132,10 @@ def test_what_does_not_pack_runs_operation_by_operation(target: Decoder, tmp_pat
     assert eagle3(target, tmp_path / "vocabulary", draft_vocab=200).native is None
     wide = load_model(str(target.directory), dtype="float32", device="cpu", progress=False)
     assert eagle3(wide, tmp_path / "wide").native is None
+
+
+def test_a_target_s_output_layer_in_int8_runs_operation_by_operation(target: Decoder, tmp_path: Path) -> None:
+    narrow = load_model(str(target.directory), dtype="bfloat16", device="cpu", progress=False, quantization="int8")
+    network = load_eagle(eagle1_dir(tmp_path / "head", target.directory, **INNER), narrow)
+    assert network.lm_head.packed is not None
+    assert (network.lm_head.packed.scales is None) == (network.native is not None)

@@ -13,6 +13,7 @@ EPILOG = """\
 examples:
   headway train eagle3 --target smollm2-135m --out my-speculator
   headway train eagle3 --target ./my-model --data traffic.jsonl --minutes 30 --out my-speculator
+  headway train confidence_head --target ./my-model --drafter ./my-small-model --minutes 15 --out my-head
 
 Ctrl-C stops at the next step; the same command goes on where it stopped.
 """
@@ -28,12 +29,15 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(unknown_key("training method", args.method, METHODS))
     options = read_fields(args, TrainOptions)
 
-    from headway.train.run import train
+    from headway.train import confidence, run
     from headway.train.screen import Screen
 
-    screen = Screen()
+    screen, command = Screen(), shlex.join(["headway", *args.argv])
     try:
-        live = train(options, shlex.join(["headway", *args.argv]), screen)
+        if args.method == "confidence_head":
+            confidence.train(options, command, screen)
+            return 0
+        live = run.train(options, command, screen)
     except KeyboardInterrupt:
         screen.say(f"stopped; the same command goes on from {options.out}/run")
         raise

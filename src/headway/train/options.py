@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from headway.config import DTYPES, option
 from headway.errors import ConfigError, unknown_key
 
-METHODS = ("eagle3",)
+METHODS = ("eagle3", "confidence_head")
 LOSSES = ("forward_kl", "jensen_shannon", "reverse_kl", "total_variation")
 
 
@@ -33,6 +33,10 @@ class TrainOptions:
     dtype: str = option("auto", "of the target and of matrix products in training", choices=DTYPES)
     device: str = option("auto", "cpu, cuda, cuda:N, or auto")
     num_threads: int | None = option(None, "CPU threads; default: torch's own choice")
+    drafter: str | None = option(None, "confidence_head: the network it judges: a draft model, or the directory of an eagle or mtp head")
+    num_blocks: int = option(3, "confidence_head: residual blocks")
+    reject_weight: float = option(6.0, "confidence_head: what a rejection weighs, against 1 for an acceptance")
+    token_mixing: float = option(0.15, "confidence_head: what a position behind a rejection weighs, where the text is the drafter's own")
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, accepted: str) -> None:
@@ -49,6 +53,9 @@ class TrainOptions:
         check(0.0 < self.learning_rate < 1.0, "learning_rate", "in (0, 1)")
         check(self.batch_tokens >= 16, "batch_tokens", ">= 16")
         check(self.max_tokens >= 8, "max_tokens", ">= 8")
+        check(self.num_blocks >= 0, "num_blocks", ">= 0")
+        check(self.reject_weight > 0, "reject_weight", "> 0")
+        check(0.0 <= self.token_mixing <= 1.0, "token_mixing", "in [0, 1]")
         check(self.cache_bytes >= 0, "cache_bytes", ">= 0")
         if self.loss not in LOSSES:
             raise ConfigError(unknown_key("loss", self.loss, LOSSES))

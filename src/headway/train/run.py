@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +23,7 @@ from headway.train.live import NUM_DRAFTS, Live, accept_live
 from headway.train.loop import Trainer
 from headway.train.objective import Targets, mean_acceptance_length
 from headway.train.options import TrainOptions
+from headway.train.plan import Plan, check, interruptible, open_plan
 from headway.train.screen import Screen
 
 DATA_SHARE = 0.25       # of the time, for writing texts: each is learned a few times over
@@ -43,12 +39,12 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
     began = time.monotonic()
     out = Path(options.out)
     run = out / "run"
-    plan = _open_plan(run, options)
+    plan = open_plan(run, options)
     budget = options.minutes * 60.0
     engine = Engine(EngineConfig(
         model=options.target, dtype=options.dtype, device=options.device, seed=options.seed, num_threads=options.num_threads,
     ), progress=True)  # fmt: skip
-    with _interruptible() as stopped, _Spent(plan, began) as spent:
+    with interruptible() as stopped, _Spent(plan, began) as spent:
         if "num_texts" not in plan.values:
             _write_texts(engine, options, run, spent.deadline(DATA_SHARE * budget), screen, stopped)
         texts, held_out = read_texts(run / "texts.jsonl"), read_texts(run / "held_out.jsonl")
@@ -65,14 +61,14 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
         batches = [collate(Features(target, shape.layers, held_out, run, 0).get([i]), options.ttt_steps) for i in range(len(held_out))]
         trainer = Trainer(head, target, texts, features, batches, options, run)
         trainer.load()
-        _check(stopped)
+        check(stopped)
         left = budget * (1.0 - END_SHARE) - spent.seconds
         num_steps = plan.number("num_steps", lambda: options.num_steps or max(1, int(left / trainer.measure())))
         screen.say(f"{len(texts)} texts, {sum(t.num_answer for t in texts)} answer tokens, {num_steps} steps")
         deadline = time.monotonic() + SLACK * max(left, 1.0) if options.num_steps is None else float("inf")
         with screen.steps(num_steps, run / "log.jsonl") as report:
             trainer.run(num_steps, report, deadline, stopped)
-        _check(stopped)
+        check(stopped)
     rates = trainer.evaluate()
     write_speculator(out, head.eval(), target, name=options.target, num_speculative_tokens=NUM_DRAFTS)
     live = accept_live(engine, out, [text.token_ids[: text.num_prompt] for text in held_out], options, screen)
@@ -109,7 +105,7 @@ def _write_texts(
         todo = None if aside is None else iter(aside[held_out_file.num_texts :])
         data.write_texts(engine, held_out_file, todo, seed=options.seed + 1, deadline=float("inf"), num_tokens=None, num_texts=wanted,
                          greedy=True, advance=advance, **common)  # fmt: skip
-    _check(stopped)
+    check(stopped)
     file = TextFile(run / "texts.jsonl", read_texts(held_out_file.path))
     for text in ready:
         if file.is_new(text.token_ids[: text.num_prompt]):
@@ -120,7 +116,7 @@ def _write_texts(
             todo = None if prompts is None else (prompt for prompt in prompts if file.is_new(prompt))
             data.write_texts(engine, file, todo, seed=options.seed, deadline=deadline, num_tokens=options.num_tokens, advance=advance,
                              **common)  # fmt: skip
-    _check(stopped)
+    check(stopped)
 
 
 def _held_out_prompts(prompts: list[list[int]] | None, ready: list[Text]) -> list[list[int]] | None:
@@ -141,29 +137,10 @@ def _counts(texts: list[Text], vocab_size: int) -> torch.Tensor:
     return torch.bincount(answers, minlength=vocab_size)
 
 
-# -- what a later run needs to know ---------------------------------------------------------------------------------
-
-
-class _Plan:
-    """run/plan.json: the options it was started with, and decisions that must not change when it is resumed."""
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self.path, self.values = path, values
-
-    def number(self, key: str, decide: Callable[[], int]) -> int:
-        if key not in self.values:
-            self.set(key, decide())
-        return int(self.values[key])
-
-    def set(self, key: str, value: Any) -> None:
-        self.values[key] = value
-        self.path.write_text(json.dumps(self.values, indent=2) + "\n", encoding="utf-8")
-
-
 class _Spent:
     """Seconds used by all runs so far; written down however this one ends."""
 
-    def __init__(self, plan: _Plan, began: float) -> None:
+    def __init__(self, plan: Plan, began: float) -> None:
         self.plan, self.began = plan, began
         self.before = float(plan.values.get("seconds", 0.0))
 
@@ -179,46 +156,3 @@ class _Spent:
 
     def __exit__(self, *_: object) -> None:
         self.plan.set("seconds", self.seconds)
-
-
-# What may change between a run and its resumption.
-_FREE = {"minutes", "num_threads", "cache_bytes", "out"}
-
-
-def _open_plan(run: Path, options: TrainOptions) -> _Plan:
-    run.mkdir(parents=True, exist_ok=True)
-    given = {key: value for key, value in dataclasses.asdict(options).items() if key not in _FREE}
-    path = run / "plan.json"
-    values = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"options": given}
-    changed = [key for key in given if values["options"].get(key) != given[key]]
-    if changed:
-        key = changed[0]
-        raise ConfigError(
-            f"{run} was started with {key}={values['options'].get(key)!r}, now it is {given[key]!r}; give the same, or another --out"
-        )
-    return _Plan(path, values)
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks for a stop at the next clean point; a second one does not wait."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-
-    def ask(_signal: int, _frame: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _check(stopped: Callable[[], bool]) -> None:
-    if stopped():
-        raise KeyboardInterrupt
