@@ -11,7 +11,7 @@ import torch
 
 from headway import native
 from headway.models import attention_cuda, attention_native, attention_tiles
-from headway.models.attention import KVCache
+from headway.models.attention import KVCache, Tree
 from headway.models.attention_tiles import make_plan
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
@@ -258,3 +258,39 @@ def test_the_stack_has_the_bits_of_its_kernels(tmp_path: Path, family: str, back
         hidden, layers = model.forward(ids, positions, paged.cache.plan([(paged.tables[0], 51, 9)]), paged.cache, (0, 2, -1))
         found.append([*(torch.cat(parts) for parts in paged.logits), hidden, *layers])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_what_is_no_tree_of_the_row_is_refused(model: Decoder) -> None:
+    cache = KVCache(model.config, 8, 16, model.dtype, model.device)
+    rows = [(list(range(8)), 20, 5), (list(range(8)), 0, 3)]
+    cache.plan(rows, [Tree(21, (-1, 0, 0, -1)), None])
+    cache.plan(rows, [Tree(18, (-1, 0, 0, -1, 2, 2, 3)), None])
+    for tree in (Tree(21, (-1, 0, 0)), Tree(22, (-1, 0, 0, -1)), Tree(25, ()), Tree(0, (-1,) * 25)):
+        with pytest.raises(ValueError, match="must end with its row"):
+            cache.plan(rows, [tree, None])
+    for parents in ((0, 0, 0, 0), (-1, 0, 2, 0), (-1, -2, 0, 0)):
+        with pytest.raises(ValueError, match="the parent of node j"):
+            cache.plan(rows, [Tree(21, parents), None])
+
+
+def test_moved_keys_and_values_are_copies(model: Decoder) -> None:
+    """From slot to slot in every layer, in order; a later source may lie where an earlier one went."""
+    paged = Paged(model, random_sequences([40]), 16, fill=0.0)
+    paged.step({0: 40})
+    slots = [block * 16 + i for block in paged.tables[0] for i in range(16)]
+    before = [keys_and_values(paged, slot) for slot in slots[:40]]
+    paged.cache.move([slots[5], slots[17], slots[39]], [slots[4], slots[5], slots[17]])
+    after = [keys_and_values(paged, slot) for slot in slots[:40]]
+    moved = {4: 5, 5: 17, 17: 39}
+    for i in range(40):
+        assert torch.equal(after[i], before[moved.get(i, i)])
+    paged.cache.move([], [])
+
+
+def keys_and_values(paged: Paged, slot: int) -> torch.Tensor:
+    """What a slot holds in all layers, whatever the layout: found by moving it to an empty place and looking what changed there."""
+    spare = next(block for block in range(paged.cache.num_blocks) if block not in paged.tables[0])
+    for layer in paged.cache.layers:
+        (layer[:, spare] if paged.cache.backend == "tiles" else layer[spare]).zero_()
+    paged.cache.move([slot], [spare * 16])
+    return torch.stack([(layer[:, spare] if paged.cache.backend == "tiles" else layer[spare]).clone() for layer in paged.cache.layers])
