@@ -6,6 +6,7 @@ package is importable the test asks it again.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -19,6 +20,8 @@ from safetensors.torch import load_file
 from tests.heads import eagle3_dir, mtp_dir, target_config
 from tests.tiny import tiny_model_dir
 
+# By its distribution: the folder speculators/ of a checkout imports as an empty package of the same name.
+INSTALLED = any(importlib.metadata.distributions(name="speculators"))
 FIXTURE = Path(__file__).parent / "fixtures" / "eagle3_speculators.json"
 MTP_FIXTURE = Path(__file__).parent / "fixtures" / "mtp_speculators.json"
 NUM_TOKENS = 9

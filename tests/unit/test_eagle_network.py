@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def test_logits_equal_the_speculators_package(variant: str, tmp_path: Path) -> N
     torch.testing.assert_close(second[:, ::5], recorded[1][: NUM_TOKENS - 1], atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package `speculators` is not installed")
+@pytest.mark.skipif(not speculators_reference.INSTALLED, reason="the package `speculators` is not installed")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_recorded_numbers_are_those_of_the_package(variant: str) -> None:
     live = [torch.tensor(step)[:, ::5] for step in speculators_reference.ask_speculators(variant)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -52,7 +51,7 @@ def test_logits_equal_the_speculators_package(tmp_path: Path) -> None:
     torch.testing.assert_close(found[:, ::20], torch.tensor(json.loads(MTP_FIXTURE.read_text())), atol=5e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the package `speculators` is not installed")
+@pytest.mark.skipif(not speculators_reference.INSTALLED, reason="the package `speculators` is not installed")
 def test_the_recorded_numbers_are_those_of_the_package() -> None:
     live = torch.tensor(speculators_reference.ask_speculators_mtp())[:, ::20]
     torch.testing.assert_close(live, torch.tensor(json.loads(MTP_FIXTURE.read_text())), atol=2e-5, rtol=0)
