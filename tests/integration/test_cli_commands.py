@@ -17,6 +17,7 @@ import pytest
 
 from headway.cli.main import main
 from tests.integration.conftest import LiveServer, live_server
+from tests.tiny import tiny_model_dir
 
 FAST = ["--dtype", "float32", "--kv-cache-memory-bytes", "8M"]
 # Prompts of the workload chat and these answers fit the tiny model's context of 512.
@@ -329,13 +330,19 @@ def test_compare_two_servers(headway: Headway, server: LiveServer, tiny_dir: Pat
 # -- as a process -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def long_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context long enough that nobody is done before the signal comes."""
+    return tiny_model_dir(tmp_path_factory.mktemp("long"), vocab_size=300, max_position_embeddings=8192)
+
+
 def start(directory: Path, *words: str, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "headway.cli.main", "generate", str(directory), *FAST, "--ignore-eos", "--max-tokens", "480", *words]
+    command = [sys.executable, "-m", "headway.cli.main", "generate", str(directory), *FAST, "--ignore-eos", "--max-tokens", "8000", *words]
     return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
-def test_ctrl_c_ends_with_130_and_no_traceback(tiny_dir: Path) -> None:
-    process = start(tiny_dir, "-p", "hello")
+def test_ctrl_c_ends_with_130_and_no_traceback(long_dir: Path) -> None:
+    process = start(long_dir, "-p", "hello")
     assert process.stdout is not None
     process.stdout.read(7)   # past the prompt: it is writing
     process.send_signal(signal.SIGINT)
@@ -345,9 +352,9 @@ def test_ctrl_c_ends_with_130_and_no_traceback(tiny_dir: Path) -> None:
     assert "interrupted" in err
 
 
-def test_a_reader_that_goes_away_is_no_error(tiny_dir: Path) -> None:
+def test_a_reader_that_goes_away_is_no_error(long_dir: Path) -> None:
     read, write = os.pipe()
-    process = start(tiny_dir, "-p", "hello", stdout=write)
+    process = start(long_dir, "-p", "hello", stdout=write)
     os.close(write)
     os.read(read, 7)
     os.close(read)

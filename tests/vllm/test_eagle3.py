@@ -9,7 +9,7 @@ from conftest import MODEL, Server, flags_of
 
 from headway.drafters import _automatic
 
-PROMPT = "<|im_start|>user\nName three rivers and say where they are.<|im_end|>\n<|im_start|>assistant\n"
+PROMPT = "<|im_start|>user\nExplain photosynthesis to a child.<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
@@ -26,5 +26,5 @@ def test_vllm_loads_it_and_accepts_its_drafts(server: Server) -> None:
     seen = server.settled()
     drafts, accepted = (seen.total(f"vllm:spec_decode_num_{name}_total") for name in ("drafts", "accepted_tokens"))
     assert drafts > 10
-    # Wrongly read layers, weights or vocabulary would leave next to nothing.
-    assert accepted / drafts > 0.5
+    # Headway's own engine drafts 46 times for this answer and accepts 49 tokens; wrongly read layers would leave next to nothing.
+    assert accepted / drafts > 0.8
