@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from servers import BIN, Server
+from servers import BIN, Server, vllm_env
 
 from headway.bench.environment import describe
 from headway.engine.tokenizer import Tokenizer
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--min-prompts", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-cache-gib", type=int, default=2, help="vLLM's pool; Headway's is sized from free memory")
+    parser.add_argument("--vllm-all-cores", action="store_true", help="compute on the core that vLLM leaves to its scheduler, too")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     directory = str(hub.resolve(options.model))
@@ -102,6 +103,7 @@ def main() -> None:
         scratch.cleanup()
     document = {
         "benchmark": "against_vllm", "spec": options.spec, "prompt_tokens": options.prompt_tokens,
+        "vllm_all_cores": options.vllm_all_cores,
         "ready_s": {"vllm": vllm.ready_s, "headway": headway.ready_s}, "cells": cells,
         "command": " ".join(["benchmarks/against_vllm.py", *(re.sub(r"/[^ :]*/", "", word) for word in sys.argv[1:])]),
         **describe(),
@@ -114,7 +116,7 @@ def start_servers(options: argparse.Namespace, directory: str) -> tuple[Server, 
     """vLLM, stopped, and Headway."""
     speculation = [] if options.spec == "off" else ["--speculative-config", json.dumps(NGRAM)]
     common = ["serve", directory, "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64", *speculation]
-    pool = {"VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib)}
+    pool = vllm_env(options.vllm, options.kv_cache_gib, options.vllm_all_cores)
     vllm = Server("vllm", [options.vllm, *common, "--port", "8101"], 8101, pool)
     vllm.signal(signal.SIGSTOP)
     off = [] if speculation else ["--spec", "off"]

@@ -55,3 +55,17 @@ def _session(leader: int) -> list[int]:
         if int(fields[3]) == leader:
             found.append(int(entry.name))
     return found
+
+
+def vllm_env(executable: str, kv_cache_gib: int, all_cores: bool) -> dict[str, str]:
+    """What a vLLM server on a CPU is started with: the OpenMP it asks for, where it is installed, and a pool of `kv_cache_gib`.
+
+    all_cores  by default vLLM leaves one core to its scheduler; then it computes on that one, too
+    """
+    env = {"VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
+    if all_cores:
+        env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+    openmp = Path(executable).absolute().parents[1] / "lib" / "libiomp5.so"
+    if openmp.exists():   # without it, speculation is slow
+        env["LD_PRELOAD"] = str(openmp)
+    return env

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from servers import BIN, Server
+from servers import BIN, Server, vllm_env
 
 from headway.bench.environment import describe
 from headway.models import hub
@@ -118,7 +118,8 @@ def start(name: str, config: dict[str, Any] | None, port: int, options: argparse
     speculation = [] if config is None else ["--speculative-config", json.dumps(config)]
     model = str(hub.resolve(options.model))
     command = [options.vllm, "serve", model, "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64"]
-    server = Server(name, [*command, *speculation, "--port", str(port)], port, {"VLLM_CPU_KVCACHE_SPACE": str(options.kv_cache_gib)})
+    env = vllm_env(options.vllm, options.kv_cache_gib, all_cores=False)
+    server = Server(name, [*command, *speculation, "--port", str(port)], port, env)
     server.signal(signal.SIGSTOP)
     return server
 

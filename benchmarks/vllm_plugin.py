@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from against_vllm import NGRAM
-from servers import Server
+from servers import Server, vllm_env
 
 import headway
 from headway.bench import workloads
@@ -69,11 +69,7 @@ def start(name: str, index: int, directory: str, options: argparse.Namespace) ->
         options.vllm, "serve", directory, "--served-model-name", "model", "--dtype", options.dtype, "--max-model-len", "2048",
         "--max-num-seqs", "64", "--port", str(port), *shlex.split(options.serve_args), *speculation(name, options),
     ]  # fmt: skip
-    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(SOURCE)}
-    iomp = Path(options.vllm).absolute().parents[1] / "lib" / "libiomp5.so"
-    if iomp.exists():   # vLLM asks for it: without it speculation is slow
-        env["LD_PRELOAD"] = str(iomp)
-    server = Server(name, command, port, env)
+    server = Server(name, command, port, vllm_env(options.vllm, 1, options.vllm_all_cores) | {"PYTHONPATH": str(SOURCE)})
     print(f"{name}: ready after {server.ready_s} s", flush=True)
     return server
 
@@ -224,6 +220,7 @@ def main() -> None:
     parser.add_argument("--table", default="[[1,8,4],[9,64,0]]")
     parser.add_argument("--serve-args", default="", help="more flags for every server")
     parser.add_argument("--warmup", type=int, default=24, help="requests of the mixed workload before anything is measured")
+    parser.add_argument("--vllm-all-cores", action="store_true", help="compute on the core that vLLM leaves to its scheduler, too")
     parser.add_argument("--time-budget", type=float, default=0.0, help="seconds after the servers are ready; 0: no limit")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
