@@ -11,14 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+
+from record import origin, publish
 
 WAYS: dict[str, str] = {
     "plain": "off",
@@ -83,7 +83,6 @@ def main() -> None:
         print(json.dumps(run_headway(args.child[0], prompts, args.output_len, args.quantization)))
         return
     from headway.bench import workloads
-    from headway.bench.environment import describe
     from headway.engine.tokenizer import Tokenizer
     from headway.models import hub
 
@@ -106,13 +105,7 @@ def main() -> None:
     }
     for way, mine in times.items():
         print(f"{way:>12}  {statistics.median(mine):7.2f} ms per token   {ratios[way]:5.2f}x llama.cpp")
-    document: dict[str, Any] = {
-        "command": " ".join(re.sub(r"/[^ :]*/", "", word) for word in ["python", *sys.argv]),
-        "tpot_ms": times, "ratio": ratios, **describe(),
-    }  # fmt: skip
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    publish({"tpot_ms": times, "ratio": ratios, **origin()}, args.output)
 
 
 if __name__ == "__main__":

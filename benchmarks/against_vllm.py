@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import signal
 import statistics
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -25,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from record import origin, write
 from servers import BIN, Server, vllm_env
 
-from headway.bench.environment import describe
 from headway.engine.tokenizer import Tokenizer
 from headway.models import hub
 
@@ -105,11 +103,9 @@ def main() -> None:
         "benchmark": "against_vllm", "spec": options.spec, "prompt_tokens": options.prompt_tokens,
         "vllm_all_cores": options.vllm_all_cores,
         "ready_s": {"vllm": vllm.ready_s, "headway": headway.ready_s}, "cells": cells,
-        "command": " ".join(["benchmarks/against_vllm.py", *(re.sub(r"/[^ :]*/", "", word) for word in sys.argv[1:])]),
-        **describe(),
+        **origin(),
     }  # fmt: skip
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    write(document, options.output)
 
 
 def start_servers(options: argparse.Namespace, directory: str) -> tuple[Server, Server]:

@@ -11,16 +11,14 @@ The last line is one JSON document.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from record import origin, publish, timed
 
 from headway.bench import workloads
-from headway.bench.environment import describe
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 from headway.types import Request, SamplingParams
@@ -33,7 +31,7 @@ def run(engine: Engine, prompts: Sequence[list[int]], num_steps: int, temperatur
     drafting = [0.0]
     for drafter in engine.drafters.values():
         for name in ("propose", "commit"):
-            setattr(drafter, name, _timed(getattr(drafter, name), drafting))
+            setattr(drafter, name, timed(getattr(drafter, name), drafting))
     # The first requests write while the last ones' prompts are still read.
     length = (num_steps + len(prompts)) * (1 + engine.scheduler.max_k) + 1
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=length, ignore_eos=True)
@@ -51,16 +49,6 @@ def run(engine: Engine, prompts: Sequence[list[int]], num_steps: int, temperatur
             for i in range(len(prompts)):
                 engine.abort(f"{i}")
     return steps, drafts
-
-
-def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    def timed(*args: Any) -> Any:
-        began = time.perf_counter()
-        result = function(*args)
-        spent[0] += time.perf_counter() - began
-        return result
-
-    return timed
 
 
 def main() -> None:
@@ -96,10 +84,7 @@ def main() -> None:
             step, draft = (statistics.median(values) for values in times[num, k])
             rows.append({"requests": num, "k": k, "target_step_ms": target, "draft_token_ms": draft / k, "step_ms": step})
             print(f"{num:8} {k:2} {target:9.2f} ms {draft / k:11.3f} ms {draft / k / target:7.1%} {step:14.2f} ms")
-    document = {"command": " ".join(["python", *sys.argv]), "rows": rows, **describe()}
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    publish({"rows": rows, **origin()}, args.output)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ The last line is one JSON document.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from record import origin, publish, timed
 
 from headway.bench import workloads
-from headway.bench.environment import describe
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 from headway.types import Request, SamplingParams
@@ -47,7 +43,7 @@ class Cell:
 def run(engine: Engine, prompt: list[int], params: SamplingParams, cell: Cell) -> list[int]:
     """Adds one request to the cell; returns what it wrote."""
     moved = [0.0]
-    engine.runner.compact = _timed(type(engine.runner).compact.__get__(engine.runner), moved)   # type: ignore[method-assign]
+    engine.runner.compact = timed(type(engine.runner).compact.__get__(engine.runner), moved)   # type: ignore[method-assign]
     engine.add(Request("one", prompt, params))
     written: list[int] = []
     tokens = steps = 0
@@ -64,16 +60,6 @@ def run(engine: Engine, prompt: list[int], params: SamplingParams, cell: Cell) -
     cell.tokens.append(tokens)
     cell.steps.append(steps)
     return written
-
-
-def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    def timed(*args: Any) -> Any:
-        began = time.perf_counter()
-        result = function(*args)
-        spent[0] += time.perf_counter() - began
-        return result
-
-    return timed
 
 
 def interval(cell: Cell, chain: Cell) -> tuple[float, float]:
@@ -138,10 +124,7 @@ def main() -> None:
               f"{step:5.2f} ms {draft:5.2f} ms {moved:6.3f} ms")
     if args.temperature == 0.0:
         print(f"greedy texts that differ between configurations: {differ}")
-    document = {"command": " ".join(["python", *sys.argv]), "rows": rows, "texts_that_differ": differ, **describe()}
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    publish({"rows": rows, "texts_that_differ": differ, **origin()}, args.output)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from record import origin, write
+
 from headway.bench import throughput, workloads
-from headway.bench.environment import describe
 from headway.bench.records import LoadOptions
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
@@ -112,7 +112,7 @@ def measure(engine: Engine, config: Config, load: LoadOptions, repeat: int) -> d
 
 
 def run_all(args: argparse.Namespace) -> dict[str, Any]:
-    document: dict[str, Any] = {"mode": args.mode, "command": " ".join(["python", *sys.argv]), "runs": [], "left_out": [], **describe()}
+    document: dict[str, Any] = {"mode": args.mode, "runs": [], "left_out": [], **origin()}
     if args.output and args.output.exists():
         document |= {"runs": json.loads(args.output.read_text())["runs"]}
     done = {(run["workload"], run["concurrency"], run["repeat"], run["configuration"]) for run in document["runs"]}
@@ -137,7 +137,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
             document["runs"].append(run | measure(engine, wanted[name], load, repeat))
             print(f"{workload:>10} @{concurrency:<3} {name:<26} {document['runs'][-1]['output_tokens_per_s']:8.1f} tokens/s", flush=True)
             if args.output:
-                args.output.write_text(json.dumps(document, indent=1) + "\n")
+                write(document, args.output)
         if len(missing) == len(wanted):
             seconds[concurrency] = max(seconds.get(concurrency, 0.0), time.monotonic() - start)
     return document

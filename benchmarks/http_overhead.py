@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from record import origin, publish
 from servers import BIN, Server
 
 from headway.bench import client, records, serve, workloads
-from headway.bench.environment import describe
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.tokenizer import Tokenizer
 from headway.models import hub
@@ -133,10 +133,7 @@ def main() -> None:
     finally:
         server.stop()
         in_process.process.kill()
-    document = {"benchmark": "http_overhead", "cells": cells, "command": " ".join(["python", *sys.argv]), **describe()}
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    publish({"benchmark": "http_overhead", "cells": cells, **origin()}, args.output)
 
 
 if __name__ == "__main__":

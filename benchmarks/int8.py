@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -20,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from record import origin, publish
 
-from headway.bench.environment import describe
 from headway.engine.tokenizer import Tokenizer
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
@@ -101,11 +99,9 @@ def main() -> None:
     document = {
         "benchmark": "int8", "products_ms": speed, "quality": quality, "num_tokens": count,
         "weight_bytes": {way: model.weight_bytes for way, model in models.items()},
-        "command": " ".join(["python", *sys.argv]), **describe(),
+        **origin(),
     }  # fmt: skip
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    publish(document, args.output)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import sys
 import time
@@ -22,8 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from record import origin, write
+
 from headway import plugins
-from headway.bench import environment
 from headway.control.policy import Policy
 from tests.closed_loop import DrafterCost, Texture, World, gpu, run
 
@@ -105,10 +105,8 @@ def main() -> None:
     if profiler:
         profiler.disable()
         pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
-    document = {"benchmark": "policy_overhead", "command": " ".join(sys.argv), **environment.describe(), "rows": rows}
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        write({"benchmark": "policy_overhead", **origin(), "rows": rows}, args.output)
 
 
 if __name__ == "__main__":

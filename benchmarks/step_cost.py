@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from record import origin, publish
+
 SHAPES = tuple((requests, tokens) for requests in (1, 4, 16, 32) for tokens in (1, 5))
 PATHS = {"native": "1", "torch": "0"}
 PARTS = ("matrix products", "attention", "norms", "argmax", "step")
@@ -116,13 +118,8 @@ def main() -> None:
     }
     print_table(cells)
     from headway import native
-    from headway.bench.environment import describe
-
-    document = {"command": " ".join(["python", *sys.argv]), "milliseconds": cells, "kernels": native.choose().reason, **describe()}
-    text = json.dumps(document)
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(text)
+    
+    publish({"milliseconds": cells, "kernels": native.choose().reason, **origin()}, args.output)
 
 
 def print_table(cells: dict[str, dict[str, dict[str, float]]]) -> None:

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from record import origin, write
 from servers import BIN, Server, vllm_env
 
-from headway.bench.environment import describe
 from headway.models import hub
 
 FIRST_SEED = 1000
@@ -106,11 +104,9 @@ def main() -> None:
             server.stop()
     document = {
         "benchmark": "tuned_vllm", "configs": configs, "ready_s": {server.name: server.ready_s for server in servers}, "cells": cells,
-        "command": " ".join(["benchmarks/tuned_vllm.py", *(re.sub(r"/[^ :]*/", "", word) for word in sys.argv[1:])]),
-        **describe(),
+        **origin(),
     }  # fmt: skip
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write(document, options.output)
 
 
 def start(name: str, config: dict[str, Any] | None, port: int, options: argparse.Namespace) -> Server:

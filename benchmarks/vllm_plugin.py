@@ -19,18 +19,17 @@ import shlex
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from against_vllm import NGRAM
+from record import origin, write
 from servers import Server, vllm_env
 
 import headway
 from headway.bench import workloads
-from headway.bench.environment import describe
 from headway.models import hub
 
 SOURCE = Path(headway.__file__).resolve().parents[1]
@@ -129,8 +128,7 @@ class Results:
             self.document = json.loads(path.read_text())
             if self.document["asked"] != asked:
                 raise SystemExit(f"{path} was measured with {self.document['asked']}; now {asked} is asked for")
-        words = [re.sub(r"/[^ :]*/", "", word) for word in sys.argv[1:]]
-        self.document |= {"command": shlex.join(["benchmarks/vllm_plugin.py", *words]), **describe()}
+        self.document |= origin()
 
     def has(self, **key: Any) -> bool:
         return any(all(run[name] == value for name, value in key.items()) for run in self.document["runs"])
@@ -141,9 +139,8 @@ class Results:
 
     def write(self) -> None:
         self.document["summary"] = summary(self.document["runs"])
-        self.path.parent.mkdir(exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.document, indent=1) + "\n")
+        write(self.document, partial)
         partial.replace(self.path)
 
 
