@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
+START_S = 600.0
 
 
 class Server:
@@ -24,7 +25,8 @@ class Server:
             command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **env}
         )
         while not self._answers():
-            if self.process.poll() is not None or time.monotonic() - started > 300:
+            if self.process.poll() is not None or time.monotonic() - started > START_S:
+                self.stop()
                 raise SystemExit(f"{name} did not start: {' '.join(command)}")
             time.sleep(0.1)
         self.ready_s = round(time.monotonic() - started, 1)
@@ -69,3 +71,10 @@ def vllm_env(executable: str, kv_cache_gib: int, all_cores: bool) -> dict[str, s
     if openmp.exists():   # without it, speculation is slow
         env["LD_PRELOAD"] = str(openmp)
     return env
+
+
+def vllm_version(executable: str) -> str:
+    """Of the environment that the `vllm` executable is in."""
+    python = str(Path(executable).with_name("python"))
+    code = "import importlib.metadata as m; print(m.version('vllm'))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

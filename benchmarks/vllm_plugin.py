@@ -1,10 +1,12 @@
 """Headway's scheduler and proposer inside vLLM, against vLLM alone: real `vllm serve` servers, `vllm bench serve` as the load.
 
-    python benchmarks/vllm_plugin.py --vllm VENV/bin/vllm --output results/vllm-plugin.json
+    python benchmarks/vllm_plugin.py --vllm VENV/bin/vllm --output results/vllm-plugin.json [--time-budget SECONDS]
 
 One server per configuration; all but the one that is measured are stopped (SIGSTOP), since an idle vLLM polls. In one block every
-configuration answers the same new prompts of a cell (workload x concurrency), in the opposite order in the next repeat, so a machine that
-drifts drifts for all. The output is rewritten after each run; the same command continues it.
+configuration answers the same new prompts of a cell (workload x concurrency); who begins changes from cell to cell, and the next repeat
+goes the other way round, so a machine that drifts drifts for all. The last cell of a block is a load that changes from code-edit to chat
+and back (--drift). Headway's servers begin cold: they know what --warmup requests taught them. The output is rewritten after each run; the
+same command continues it.
 
 Configurations: none, kN (ngram, always N), table (ngram, --table), headway (its scheduler over ngram), proposer (its proposer, always
 --max-k), headway+proposer.
@@ -21,12 +23,13 @@ import statistics
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from against_vllm import NGRAM
 from record import origin, write
-from servers import Server, vllm_env
+from servers import Server, vllm_env, vllm_version
 
 import headway
 from headway.bench import workloads
@@ -36,6 +39,7 @@ SOURCE = Path(headway.__file__).resolve().parents[1]
 FIRST_SEED = 7000       # of the measured prompts: none of these were looked at while anything was tuned
 PORT = 8201
 GENERATOR = Path(__file__).with_name("vllm_load.py")
+OURS = ("headway", "headway+proposer")
 
 
 def speculation(name: str, options: argparse.Namespace) -> list[str]:
@@ -62,15 +66,28 @@ def speculation(name: str, options: argparse.Namespace) -> list[str]:
     raise SystemExit(f"unknown configuration {name!r}: none, kN, table, headway, proposer, headway+proposer")
 
 
-def start(name: str, index: int, directory: str, options: argparse.Namespace) -> Server:
+def start(name: str, index: int, directory: str, folder: str, options: argparse.Namespace) -> Server:
+    """Ready, and asleep."""
     port = PORT + index
     command = [
         options.vllm, "serve", directory, "--served-model-name", "model", "--dtype", options.dtype, "--max-model-len", "2048",
         "--max-num-seqs", "64", "--port", str(port), *shlex.split(options.serve_args), *speculation(name, options),
     ]  # fmt: skip
-    server = Server(name, command, port, vllm_env(options.vllm, 1, options.vllm_all_cores) | {"PYTHONPATH": str(SOURCE)})
+    home = {"HEADWAY_HOME": f"{folder}/{name}", "PYTHONPATH": str(SOURCE)}   # nothing that was learned before
+    server = Server(name, command, port, vllm_env(options.vllm, 1, options.vllm_all_cores) | home)
+    server.signal(signal.SIGSTOP)
     print(f"{name}: ready after {server.ready_s} s", flush=True)
     return server
+
+
+def start_all(directory: str, folder: str, options: argparse.Namespace) -> tuple[list[Server], BaseException | None]:
+    """A few at a time: most of a start is one thread's work. Returns those that are ready, and why not all are."""
+    names = options.configurations.split(",")
+    with ThreadPoolExecutor(options.start_together) as pool:
+        waiting = [pool.submit(start, name, index, directory, folder, options) for index, name in enumerate(names)]
+    errors = [one.exception() for one in waiting]
+    ready = [one.result() for one, error in zip(waiting, errors, strict=True) if error is None]
+    return ready, next((error for error in errors if error is not None), None)
 
 
 class Load:
@@ -79,9 +96,11 @@ class Load:
     def __init__(self, options: argparse.Namespace, directory: str, folder: Path) -> None:
         self._options, self._directory, self._folder = options, directory, folder
         python = str(Path(options.vllm).with_name("python"))
-        self._process = subprocess.Popen(
-            [python, str(GENERATOR)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        self._errors = folder / "load.log"
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
+                [python, str(GENERATOR)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
 
     def run(self, server: Server, prompts: list[str], concurrency: int) -> dict[str, Any]:
         path = self._folder / "prompts.jsonl"
@@ -102,7 +121,7 @@ class Load:
                 if result.get("failed") or result["completed"] != len(prompts):
                     raise SystemExit(f"{server.name}: {result}")
                 return result
-        raise SystemExit(f"the load generator ended: {shlex.join([GENERATOR.name, *words])}")
+        raise SystemExit(f"the load generator ended: {shlex.join([GENERATOR.name, *words])}\n{self._errors.read_text()[-2000:]}")
 
     def close(self) -> None:
         self._process.kill()
@@ -113,8 +132,9 @@ def texts(workload: str, count: int, seed: int) -> list[str]:
     return [prompt.text or str((prompt.messages or ({},))[-1]["content"]) for prompt in found]
 
 
-def num_prompts(concurrency: int, options: argparse.Namespace) -> int:
-    return max(options.min_prompts, min(2 * concurrency, concurrency + 16))
+def num_prompts(workload: str, concurrency: int, options: argparse.Namespace) -> int:
+    """Two rounds, of many requests one; three phases of a drifting load."""
+    return 3 * workloads.DRIFT_LEN if workload == "drift" else max(options.min_prompts, min(2 * concurrency, max(16, concurrency)))
 
 
 class Results:
@@ -128,7 +148,7 @@ class Results:
             self.document = json.loads(path.read_text())
             if self.document["asked"] != asked:
                 raise SystemExit(f"{path} was measured with {self.document['asked']}; now {asked} is asked for")
-        self.document |= origin()
+        self.document |= origin() | {"vllm": vllm_version(options.vllm)}
 
     def has(self, **key: Any) -> bool:
         return any(all(run[name] == value for name, value in key.items()) for run in self.document["runs"])
@@ -139,6 +159,7 @@ class Results:
 
     def write(self) -> None:
         self.document["summary"] = summary(self.document["runs"])
+        self.document["overall"] = overall(self.document["summary"])
         partial = self.path.with_suffix(".partial")
         write(self.document, partial)
         partial.replace(self.path)
@@ -159,7 +180,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if static:
             best = max(static, key=static.__getitem__)
             cell["best"] = best
-            for ours in ("headway", "headway+proposer"):
+            for ours in OURS:
                 ratios = {
                     other: statistics.median(block[ours] / block[other] for block in blocks.values() if ours in block and other in block)
                     for other in static
@@ -173,18 +194,46 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def measure(servers: list[Server], load: Load, results: Results, options: argparse.Namespace) -> None:
-    ends = time.monotonic() + options.time_budget if options.time_budget else float("inf")
+def overall(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over all cells but the drifting one, which stands by itself."""
+    found: dict[str, Any] = {}
+    for ours in OURS:
+        mine = [cell[ours] for cell in cells if ours in cell and cell["workload"] != "drift"]
+        if mine:
+            ratios = [ratio["over_best"] for ratio in mine]
+            found[ours] = {"cells": len(mine), "worst_over_best": min(ratios), "mean_over_best": round(statistics.fmean(ratios), 3)}
+            plain = [ratio["over_none"] for ratio in mine if "over_none" in ratio]
+            if plain:
+                found[ours]["worst_over_none"] = min(plain)
+    found["proposer_over_ngram"] = {
+        f"{cell['workload']}@{cell['concurrency']}": round(speed["headway+proposer"] / speed["headway"], 3)
+        for cell in cells
+        if {*OURS} <= (speed := cell["output_tokens_per_s"]).keys()
+    }
+    return found
+
+
+def cells_of(options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
+    """(workload, concurrency, configurations)"""
+    names = options.configurations.split(",")
+    cells = [(workload, concurrency, names) for workload in options.workloads.split(",") for concurrency in options.concurrency]
+    drifting = [name for name in names if name in options.drift_configurations.split(",")]
+    return cells + [("drift", concurrency, drifting) for concurrency in options.drift]
+
+
+def measure(servers: list[Server], load: Load, results: Results, ends: float, options: argparse.Namespace) -> None:
     longest = 0.0
-    cells = [(workload, concurrency) for workload in options.workloads.split(",") for concurrency in options.concurrency]
     for repeat in range(options.repeats):
-        for index, (workload, concurrency) in enumerate(cells):
+        for index, (workload, concurrency, names) in enumerate(cells_of(options)):
             if time.monotonic() + longest > ends:
                 print("the time is up; the same command goes on from here", flush=True)
                 return
             began = time.monotonic()
-            prompts = texts(workload, num_prompts(concurrency, options), FIRST_SEED + 100 * repeat + index)
-            for server in servers if repeat % 2 == 0 else servers[::-1]:
+            prompts = texts(workload, num_prompts(workload, concurrency, options), FIRST_SEED + 100 * repeat + index)
+            asked = [server for server in servers if server.name in names]
+            first = index % len(asked)
+            order = asked[first:] + asked[:first]
+            for server in order if repeat % 2 == 0 else order[::-1]:
                 key = {"workload": workload, "concurrency": concurrency, "repeat": repeat, "configuration": server.name}
                 if results.has(**key):
                     continue
@@ -210,27 +259,34 @@ def main() -> None:
     parser.add_argument("--configurations", default="none,k2,k4,k8,table,headway,headway+proposer")
     parser.add_argument("--workloads", default="code-edit,chat,mixed")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--drift", type=int, nargs="*", default=[16], help="concurrency of the drifting load; none: leave it out")
+    parser.add_argument("--drift-configurations", default="none,k4,table,headway,headway+proposer")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--min-prompts", type=int, default=4)
     parser.add_argument("--max-k", type=int, default=16, help="num_speculative_tokens of Headway's configurations")
     parser.add_argument("--table", default="[[1,8,4],[9,64,0]]")
     parser.add_argument("--serve-args", default="", help="more flags for every server")
+    parser.add_argument("--start-together", type=int, default=3, help="servers that start at the same time")
     parser.add_argument("--warmup", type=int, default=24, help="requests of the mixed workload before anything is measured")
     parser.add_argument("--vllm-all-cores", action="store_true", help="compute on the core that vLLM leaves to its scheduler, too")
-    parser.add_argument("--time-budget", type=float, default=0.0, help="seconds after the servers are ready; 0: no limit")
+    parser.add_argument("--time-budget", type=float, default=0.0, help="seconds in all, starts included; 0: no limit")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    ends = time.monotonic() + options.time_budget if options.time_budget else float("inf")
     results = Results(options.output, options)
     directory = str(hub.resolve(options.model))
     servers: list[Server] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)   # servers must not outlive it
     with tempfile.TemporaryDirectory() as folder:
         load = Load(options, directory, Path(folder))
         try:
-            for index, name in enumerate(options.configurations.split(",")):
-                servers.append(start(name, index, directory, options))
-                awake(servers[-1], load, texts("mixed", options.warmup, FIRST_SEED - 1), 8)
-            measure(servers, load, results, options)
+            servers, failed = start_all(directory, folder, options)
+            if failed is not None:
+                raise failed
+            for server in servers:
+                awake(server, load, texts("mixed", options.warmup, FIRST_SEED - 1), 8)
+            measure(servers, load, results, ends, options)
         finally:
             load.close()
             for server in servers:
@@ -238,6 +294,7 @@ def main() -> None:
     results.write()
     for cell in results.document["summary"]:
         print(json.dumps(cell))
+    print(json.dumps(results.document["overall"]))
 
 
 if __name__ == "__main__":

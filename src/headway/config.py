@@ -36,6 +36,18 @@ def option(default: Any, help: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help, **extra})
 
 
+def json_object(value: Any, what: str) -> dict[str, Any]:
+    """`value`, or what it says when it is text. Raises ConfigError, which begins with `what`."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{what} is not valid JSON: {error}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what} must be a JSON object, got {value!r}")
+    return dict(value)
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How to speculate. `parse` reads what vLLM's --speculative-config takes, plus the key "policy"."""
@@ -102,13 +114,7 @@ class SpeculativeConfig:
                 return cls.parse({"method": DEFAULT_METHOD})
             if not text.startswith("{"):
                 return cls.parse({"method": text})
-            try:
-                value = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"the speculative config is not valid JSON: {error}") from error
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"the speculative config must be a JSON object, got {value!r}")
-        return cls._from_mapping(dict(value))
+        return cls._from_mapping(json_object(value, "the speculative config"))
 
     @classmethod
     def _from_mapping(cls, given: dict[str, Any]) -> SpeculativeConfig:

@@ -164,6 +164,9 @@ def test_a_frame_of_headway() -> None:
     suffix = next(line for line in shown.splitlines() if line.startswith("suffix"))
     assert suffix.split() == ["suffix", "75%", "67%", "1.00", "1.00", "0.00", "-"]
     assert "▂█▄" in shown
+    assert "plugin" not in shown
+    inside_vllm = frame("", text_of(metrics) + "headway:plugin_seconds_total 0.0001\n")
+    assert "step-time error 10%   plugin 0.5%" in inside_vllm
 
 
 def test_a_frame_of_vllm_shows_what_it_tells() -> None:

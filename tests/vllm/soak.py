@@ -9,6 +9,7 @@ request, streams that are cut off in the middle, and a K/V cache small enough to
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import random
 import sys
@@ -22,9 +23,10 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
 
 from conftest import MODEL, NGRAM, Server, flags_of, start_server
+from record import origin, write
 
 from headway.models import hub
 from headway.vllm.flags import serve_flags
@@ -190,7 +192,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=12)
     parser.add_argument("--method", default="ngram", choices=("ngram", "headway"))
     parser.add_argument("--kv-blocks", type=int, default=20, help="of 128 tokens; small enough to preempt")
-    parser.add_argument("--output", help="write what was seen as JSON")
+    parser.add_argument("--output", type=Path, help="write what was seen as JSON")
     args = parser.parse_args()
     spec = NGRAM if args.method == "ngram" else serve_flags(method="headway")["--speculative-config"]
     tally = Tally()
@@ -217,10 +219,13 @@ def main() -> int:
                 tally.problem(f"the server's log has a traceback:\n{server.tail()}")
         finally:
             server.stop()
-    found = {"minutes": args.minutes, "method": args.method, "clients": dict(tally.counts), "server": seen, "memory_mb": samples[-1]}
-    print(json.dumps(found | {"problems": tally.problems}, indent=2))
+    found = {
+        "minutes": args.minutes, "concurrency": args.concurrency, "method": args.method, "clients": dict(tally.counts), "server": seen,
+        "memory_mb": {"first": samples[0], "middle": samples[len(samples) // 2], "last": samples[-1]}, "problems": tally.problems,
+    }  # fmt: skip
+    print(json.dumps(found, indent=2))
     if args.output:
-        Path(args.output).write_text(json.dumps(found | {"problems": tally.problems}, indent=2) + "\n")
+        write({"soak": "vllm", **origin(), "vllm": importlib.metadata.version("vllm"), **found}, args.output)
     return 1 if tally.problems else 0
 
 

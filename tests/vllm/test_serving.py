@@ -48,6 +48,10 @@ def test_all_of_our_servers_metrics_are_there(server: Server) -> None:
     assert f"{CHOSEN_K[0]}_bucket" in seen
     assert "headway:policy_last_change_timestamp_seconds" in seen
     assert seen.by("headway:controller", "engine") == {"0": 1.0}
+    plugin, steps = seen.total("headway:plugin_seconds_total"), seen.total("headway:step_seconds_total")
+    assert plugin is not None
+    assert steps is not None
+    assert 0.0 < plugin < steps
 
 
 def test_counters_agree_with_vllms_own_and_with_the_text(server: Server) -> None:

@@ -56,6 +56,7 @@ def test_numbers_arrive_through_vllms_messages_and_leave_no_trace_in_them() -> N
     logger = StatLogger(CONFIG, [7])
     for _ in range(3):
         step(counters)
+        counters.plugin_ms += 2.0
         stats = message(end)
         logger.record(stats, None, engine_idx=7)
         assert stats.waiting_lora_adapters == {}
@@ -67,6 +68,7 @@ def test_numbers_arrive_through_vllms_messages_and_leave_no_trace_in_them() -> N
     assert seen.by("headway:chosen_k_bucket", "le", engine="7")["3.0"] == 0.0
     assert seen.by("headway:chosen_k_bucket", "le", engine="7")["4.0"] == 3.0
     assert seen.total("headway:chosen_k_sum", engine="7") == 12.0
+    assert seen.total("headway:plugin_seconds_total", engine="7") == pytest.approx(0.006)
 
 
 def test_loggers_made_again_go_on_counting_and_engines_stay_apart() -> None:

@@ -55,6 +55,7 @@ class Numbers:
     wasted_time: float | None = None        # share of step time
     wasted_drafts: float | None = None      # share of proposed drafts
     model_error: float | None = None
+    plugin_time: float | None = None        # share of step time that Headway takes inside vLLM
     policy: str | None = None
     reason: str | None = None
     reason_age: float | None = None
@@ -131,6 +132,7 @@ def _controller(n: Numbers, grown: Growth, after: Scrape, now: float) -> None:
     n.wasted_time = grown.ratio("headway:wasted_seconds_total", "headway:compared_seconds_total")
     n.wasted_drafts = grown.ratio("headway:wasted_drafts_total", "headway:proposed_drafts_total")
     n.model_error = after.total("headway:step_time_error")
+    n.plugin_time = grown.ratio("headway:plugin_seconds_total", "headway:step_seconds_total")
     change = "headway:policy_last_change_timestamp_seconds"
     n.policy = next(iter(after.by(change, "policy")), None)
     n.reason = next(iter(after.by(change, "reason")), None) or None
@@ -189,6 +191,7 @@ def _speculation_lines(n: Numbers) -> list[list[Piece]]:
         style = "bold green" if n.against_plain >= 1.0 else "bold red"
         found.append([*_line("goodput"), (f"{n.against_plain:.2f}x plain decoding   ", style), *_fields(
             ("wasted time ", _percent(n.wasted_time)), ("step-time error ", _percent(n.model_error)),
+            ("plugin ", _percent(n.plugin_time)),
         )])
     k = _number(n.mean_k) if n.mean_k is not None else f"{_number(n.k_of_steps_that_draft)} when drafting"
     found.append(_line(

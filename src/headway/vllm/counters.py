@@ -15,6 +15,7 @@ class Counters(StepCounters):
         self.policy, self.drafter, self.max_k = policy, drafter, max_k
         self.started = time.time()
         self.off = ""
+        self.plugin_ms = 0.0             # inside Headway's hooks: part of the steps
         self.num_errors = 0              # exceptions inside the controller
         self.num_fallback_steps = 0      # steps without the controller
         self.num_stale_outputs = 0       # outputs of requests that were preempted meanwhile: not learned from

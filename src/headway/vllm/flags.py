@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.config import json_object
 from headway.errors import ConfigError, unknown_key
 from headway.vllm.settings import KEY, Settings, k_table
 
@@ -143,13 +144,7 @@ def _put(into: dict[str, Any], path: list[str], value: str) -> None:
 
 def _value(flag: str, kind: type, text: str) -> Any:
     if kind is dict:
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{flag} must be a JSON object, got {text!r}: {error}") from error
-        if not isinstance(value, dict):
-            raise ConfigError(f"{flag} must be a JSON object, got {text!r}")
-        return value
+        return json_object(text, flag)
     try:
         return kind(text)
     except ValueError as error:

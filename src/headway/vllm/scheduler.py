@@ -7,6 +7,7 @@ switch the other off without a word. Whatever goes wrong inside Headway, vLLM go
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ class _Hooks:
     def _guarded(self, call: Callable[..., Any], *args: Any, default: Any = None, **kwargs: Any) -> Any:
         if self._pilot is None:
             return default
+        began = time.perf_counter()
         try:
             return call(*args, **kwargs)
         except Exception:
@@ -55,6 +57,8 @@ class _Hooks:
             counters.off = "an error inside the controller; see the log"
             logger.exception("Headway's controller failed; from now on every step drafts the configured number of tokens")
             return default
+        finally:
+            self._parts.counters.plugin_ms += (time.perf_counter() - began) * 1e3
 
     def _num_to_draft(self) -> int:
         k: int = self._guarded(self._parts.num_to_draft, default=self.num_spec_tokens)  # type: ignore[attr-defined]

@@ -106,6 +106,8 @@ def _measured(received: Received) -> Iterator[Measurement]:
     yield from measurements(received.counters, drafters, state.get("max_k") or 0, state.get("policy") or "none")
     for attribute, (name, help) in OTHERS.items():
         yield Measurement(name, help, {(): received.others[attribute]})
+    help = "Time inside Headway's hooks, the policy's included; part of the time in steps."
+    yield Measurement("headway:plugin_seconds", help, {(): received.others["plugin_ms"] / 1e3})
     help = "1 while the controller decides; 0 when it is off, and why."
     off = state.get("off") or ""
     yield Measurement("headway:controller", help, {(off,): float(not off)}, ("reason",), gauge=True)
