@@ -23,7 +23,8 @@ from typing import Any
 
 import httpx
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from conftest import MODEL, NGRAM, Server, flags_of, start_server
 from record import origin, write
@@ -194,6 +195,7 @@ def main() -> int:
     parser.add_argument("--kv-blocks", type=int, default=20, help="of 128 tokens; small enough to preempt")
     parser.add_argument("--output", type=Path, help="write what was seen as JSON")
     args = parser.parse_args()
+    made_by = {"soak": "vllm", **origin(), "vllm": importlib.metadata.version("vllm")}
     spec = NGRAM if args.method == "ngram" else serve_flags(method="headway")["--speculative-config"]
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
@@ -225,7 +227,7 @@ def main() -> int:
     }  # fmt: skip
     print(json.dumps(found, indent=2))
     if args.output:
-        write({"soak": "vllm", **origin(), "vllm": importlib.metadata.version("vllm"), **found}, args.output)
+        write(made_by | found, args.output)
     return 1 if tally.problems else 0
 
 
