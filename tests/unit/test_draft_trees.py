@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +23,20 @@ from headway.drafters.drafter import Committed, DraftRequest, keep_all
 from headway.drafters.eagle import Eagle
 from headway.drafters.medusa import Medusa
 from headway.drafters.mlp_speculator import MLPSpeculator
+from headway.engine.drafting import SequenceSampler
+from headway.engine.verify import Verifier
 from headway.errors import ConfigError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
-from headway.types import Draft, SequenceFeedback, depths_of
+from headway.types import Draft, SamplingParams, SequenceFeedback, depths_of
+from headway.types import Sequence as Sequence_
 from tests.heads import eagle1_dir, eagle3_dir, medusa_dir, mlp_speculator_dir
+from tests.sampling import DraftMaker, chi_square, simulate
 from tests.tiny import tiny_model_dir
+from tests.unit.test_distribution import ALPHA, SAMPLERS
 from tests.unit.test_feature_chain import BLOCK, Text
+from tests.unit.test_verify_trees import SMALL, Q
 
 VOCAB = 11
 
@@ -127,6 +134,57 @@ def test_the_policy_is_asked_level_by_level() -> None:
     assert seen == [(0, [0, 1, 2, 3]), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])]
 
 
+def growing(verifier: Verifier, q: np.ndarray, options: TreeOptions, room: int, k: int) -> DraftMaker:
+    """Drafts of a Markov network q, as an engine would ask for them."""
+    table = torch.from_numpy(np.log(q)).float()
+
+    def make(seqs: list[Sequence_]) -> list[Draft | None]:
+        sampler = SequenceSampler(verifier.sampler, {seq.seq_id: seq for seq in seqs})
+        asked = [DraftRequest(seq.seq_id, seq.token_ids, 1, k, seq.params.greedy, room=room) for seq in seqs]
+
+        def go_on(level: Level, state: torch.Tensor) -> Prediction:
+            return Prediction(table[level.tokens.flatten()], level.tokens.flatten())
+
+        last = torch.tensor([seq.token_ids[-1] for seq in seqs])
+        return list(draft_trees(asked, keep_all, sampler, Prediction(table[last], last), go_on, None, options))
+
+    return make
+
+
+@pytest.mark.parametrize("sampler", ["plain", "top_k", "all"])
+@pytest.mark.parametrize(("topk", "room", "k"), [(2, 5, 2), (3, 7, 3)])
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+def test_drafted_trees_keep_the_distribution(method: Any, topk: int, room: int, k: int, sampler: str) -> None:
+    """Three tokens of a small vocabulary, several steps each. False alarm: 1e-6 for each combination."""
+    verifier, params = Verifier(SpeculativeConfig(), 4, "cpu"), SamplingParams(max_tokens=None, **SAMPLERS[sampler])
+    make = growing(verifier, Q, TreeOptions(topk=topk, num_draft_tokens=room, draft_sample_method=method), room, k)
+    run = simulate(verifier, SMALL, params, make, length=3, trials=2500)
+    assert chi_square(run.counts, SMALL.joint(params, 3)) > ALPHA
+    assert 0.2 < run.first_accepted.mean() < k
+
+
+def test_what_is_drawn() -> None:
+    """Different siblings with their parent's distribution, at most `room` nodes; confidence knows the prefix only. Greedy ones get none."""
+    verifier = Verifier(SpeculativeConfig(), 4, "cpu")
+    make = growing(verifier, Q, TreeOptions(topk=3, num_draft_tokens=10), 10, 4)
+    shapes: dict[tuple[int, ...], set[tuple[float, ...]]] = {}
+    for seed in range(40):
+        greedy, drawn = make([SMALL.sequence(SamplingParams(temperature=0.0), seed + 100), SMALL.sequence(SamplingParams(), seed)])
+        assert greedy is not None
+        assert drawn is not None
+        assert greedy.probs is None
+        assert drawn.probs is not None
+        assert len(drawn) == len(drawn.probs) == 10
+        paths = paths_of(drawn)
+        assert len(set(paths)) == len(paths)
+        for path, probs in zip(paths, drawn.probs, strict=True):
+            np.testing.assert_allclose(probs.numpy(), Q[(SMALL.start[-1], *path)[-2]], rtol=1e-4)
+        top = drawn.parents.index(0) if 0 in (drawn.parents or ()) else 3   # type: ignore[union-attr]
+        shapes.setdefault(tuple(drawn.parents or ())[:3], set()).add(tuple((drawn.confidence or [])[: min(3, top)]))
+    assert list(shapes) == [(-1, -1, -1)]
+    assert len(shapes[-1, -1, -1]) == 1, "the same prefix, whatever was drawn"
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     directory = tiny_model_dir(tmp_path_factory.mktemp("target"), "llama", seed=3)
@@ -180,7 +238,6 @@ def test_trees_of_heads_combine_the_likeliest_tokens_of_each(target: Decoder, tm
     make, drafter = (medusa_dir, Medusa(options)) if kind == "medusa" else (mlp_speculator_dir, MLPSpeculator(options))
     network = drafter.read(make(tmp_path / "heads", target.directory), target.config).load(target)
     drafter.start(network, Likeliest())   # type: ignore[arg-type]
-    assert drafter.deterministic
     hidden = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0)) * 3
     for seq_id in range(2):
         drafter.commit([Committed(seq_id, list(range(7)), 4, 1, 0, 0, (hidden[seq_id],))])
@@ -204,8 +261,8 @@ def test_options_are_checked() -> None:
         return SpeculativeConfig.parse({"method": "eagle", "model": "anywhere", **options})
 
     assert parse(topk=4).build_drafter().tree_size == 16
-    assert parse(topk=4, num_draft_tokens=7).build_drafter().deterministic
-    assert not parse().build_drafter().deterministic
+    assert parse(topk=4, draft_sample_method="greedy").build_drafter().deterministic
+    assert not parse(topk=4, num_draft_tokens=7).build_drafter().deterministic
     for options, message in (
         ({"topk": 0}, "topk must be >= 1"),
         ({"num_draft_tokens": 8}, "give topk > 1, too"),

@@ -56,7 +56,7 @@ class HiddenHeads(Drafter):
     def __init__(self, options: TreeOptions | None = None) -> None:
         self.options = options or TreeOptions()
         self.tree_size = self.options.tree_size
-        self.deterministic = self.options.deterministic or self.tree_size > 0
+        self.deterministic = self.options.deterministic
 
     @abstractmethod
     def read(self, directory: Path, target: ModelConfig) -> HeadsFile:

@@ -4,6 +4,10 @@ A node's value is the product of the probabilities along its path: an estimate o
 most valuable nodes are continued, each by its `topk` likeliest tokens; of all that were made the most valuable stay. A node is never
 worth more than its parent, so what stays is a tree, and so is every beginning of it in order of value. All of it is a function of the
 prefix, for requests that sample, too: the target's own token either is among a node's children or is not (`engine/verify.py`).
+
+With `draft_sample_method` "probabilistic", requests that sample get children that are drawn from the network's distribution, without
+replacement. Then nothing may be dropped for what was drawn: how many children a node gets is settled before, by what its likeliest ones
+would be worth, level by level within equal shares of the room; only which nodes are continued depends on what they are.
 """
 
 from __future__ import annotations
@@ -80,6 +84,10 @@ Continue = Callable[[Level, Tensor], Prediction]
 """(level, state before each of its nodes [g * topk, ...]) -> what follows each"""
 
 
+_Frontier = tuple[IntArray, FloatArray]
+"""By node to be continued: which node of the frontier before it follows, and its value."""
+
+
 @dataclass(slots=True)
 class _Pool:
     """One request's nodes, level by level, and which of them are continued."""
@@ -88,6 +96,7 @@ class _Pool:
     parents: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
+    probs: list[Tensor | None] = field(default_factory=list)         # [vocab]: what it was drawn from; None: it is only there to fill up
     frontier: list[int] = field(default_factory=lambda: [-1])
     read: dict[int, int] = field(default_factory=lambda: {-1: -1})   # node -> its number among those the network reads
 
@@ -98,16 +107,16 @@ class _Pool:
             node = self.parents[node]
         return tokens[::-1]
 
-    def add(self, tokens: IntArray, probs: FloatArray, values: FloatArray, topk: int) -> IntArray:
-        """Children of the frontier [width, topk]; returns the flat indices of the new frontier."""
+    def add(self, above: IntArray, tokens: IntArray, values: FloatArray, confidence: FloatArray, topk: int) -> _Frontier:
+        """Children, each of the node `above` of the frontier; returns the new frontier."""
         first = len(self.tokens)
-        self.tokens += tokens.ravel().tolist()
-        self.parents += np.repeat(self.frontier, tokens.shape[1]).tolist()
-        self.values += values.ravel().tolist()
-        self.confidence += probs.ravel().tolist()
-        best = np.argsort(-values.ravel(), kind="stable")[:topk]
+        self.tokens += tokens.tolist()
+        self.parents += [self.frontier[node] for node in above.tolist()]
+        self.values += values.tolist()
+        self.confidence += confidence.tolist()
+        best = np.argsort(-values, kind="stable")[:topk]
         self.frontier = (first + best).tolist()
-        return best
+        return above[best], values[best]
 
     def continued(self) -> tuple[int, ...]:
         """The frontier will be read: what all nodes read follow."""
@@ -115,7 +124,17 @@ class _Pool:
             self.read[node] = len(self.read) - 1
         return tuple(self.read[self.parents[node]] for node in self.read if node >= 0)
 
-    def draft(self, size: int) -> Draft:
+    def drawn(self) -> Draft:
+        """All nodes."""
+        real = [node for node, q in enumerate(self.probs) if q is not None]
+        place = {-1: -1} | {node: j for j, node in enumerate(real)}
+        probs = torch.stack([q for q in self.probs if q is not None]) if real else None
+        return Draft(
+            [self.tokens[node] for node in real], probs, [self.confidence[node] for node in real],
+            tuple(place[self.parents[node]] for node in real),
+        )
+
+    def likeliest(self, size: int) -> Draft:
         """The `size` most valuable nodes."""
         values = np.array(self.values)
         order = [node for node in np.argsort(-values, kind="stable")[:size].tolist() if values[node] > 0.0]
@@ -134,32 +153,112 @@ def draft_trees(
 
     The policy is asked level by level; the confidence it sees is P(some node of the level is accepted | one of those continued was).
     """
+    grower = _Grower(requests, sampler, target_ids, options)
     listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
-    device = prediction.logits.device
-    pools = [_Pool() for _ in requests]
+    device, topk = prediction.logits.device, options.topk
     ks = np.array([request.k for request in requests])
-    going, values, width = list(range(len(requests))), np.ones((len(requests), 1)), 1
+    going, values = list(range(len(requests))), np.ones((len(requests), 1))
     for depth in range(int(ks.max())):
-        asked = [requests[i] for i in going for _ in range(width)]
-        paths = [pools[i].path(node) for i in going for node in pools[i].frontier]
-        found, likely = sampler.candidates(prediction.logits, asked, paths, options.topk, target_ids)
-        tokens, probs = (array.reshape(len(going), width, -1) for array in (found, likely))
-        made = values[:, :, None] * probs
-        rows = np.arange(len(going))
+        width = values.shape[1]
+        tokens, probs = grower.candidates(going, prediction.logits, width)
+        rows = list(range(len(going)))
         if listens:
-            confidence = made.sum((1, 2)) / np.maximum(values.sum(1), 1e-300)
-            rows = np.flatnonzero(keep([requests[i].seq_id for i in going], depth, np.minimum(confidence, 1.0)))
-        best = {row: pools[going[row]].add(tokens[row], probs[row], made[row], options.topk) for row in rows.tolist()}
-        on = [row for row in rows.tolist() if ks[going[row]] > depth + 1 and len(best[row]) == options.topk]
+            confidence = (values[:, :, None] * probs).sum((1, 2)) / np.maximum(values.sum(1), 1e-300)
+            rows = np.flatnonzero(keep([requests[i].seq_id for i in going], depth, np.minimum(confidence, 1.0))).tolist()
+        found = grower.grow([(row, going[row]) for row in rows], prediction.logits, tokens, probs, values, depth)
+        on = [row for row in rows if ks[going[row]] > depth + 1 and len(found[row][0]) == topk and found[row][1].any()]
         if not on:
             break
-        above = np.concatenate([row * width + best[row] // tokens.shape[2] for row in on])
-        chosen = [going[row] for row in on]
+        above = torch.from_numpy(np.concatenate([row * width + found[row][0] for row in on])).to(device)
+        values, going = np.stack([found[row][1] for row in on]), [going[row] for row in on]
+        pools = [grower.pools[i] for i in going]
         level = Level(
-            chosen, torch.tensor([[pools[i].tokens[node] for node in pools[i].frontier] for i in chosen], device=device),
-            torch.from_numpy(above).to(device), [pools[i].continued() for i in chosen], depth,
+            going, torch.tensor([[pool.tokens[node] for node in pool.frontier] for pool in pools], device=device), above,
+            [pool.continued() for pool in pools], depth,
         )
-        values = np.stack([made[row].ravel()[best[row]] for row in on])
-        going, width = chosen, options.topk
-        prediction = go_on(level, prediction.state[level.above])
-    return [pool.draft(request.room or options.tree_size) for pool, request in zip(pools, requests, strict=True)]
+        prediction = go_on(level, prediction.state[above])
+    return grower.drafts()
+
+
+class _Grower:
+    """The trees of all requests while they grow."""
+
+    def __init__(self, requests: Sequence[DraftRequest], sampler: DraftSampler, target_ids: Tensor | None, options: TreeOptions) -> None:
+        self.requests, self.sampler, self.target_ids, self.options = requests, sampler, target_ids, options
+        self.pools = [_Pool() for _ in requests]
+        self.draws = [not (options.deterministic or request.greedy) for request in requests]
+        self.room = [request.room or options.tree_size for request in requests]
+
+    def candidates(self, going: list[int], logits: Tensor, width: int) -> tuple[IntArray, FloatArray]:
+        """Of every node of the frontiers [g, width]: the likeliest tokens and their probabilities [g, width, topk]."""
+        self.asked = [self.requests[i] for i in going for _ in range(width)]
+        self.paths = [self.pools[i].path(node) for i in going for node in self.pools[i].frontier]
+        tokens, probs = self.sampler.candidates(logits, self.asked, self.paths, self.options.topk, self.target_ids)
+        return tokens.reshape(len(going), width, -1), probs.reshape(len(going), width, -1)
+
+    def grow(
+        self, rows: list[tuple[int, int]], logits: Tensor, tokens: IntArray, probs: FloatArray, values: FloatArray, depth: int
+    ) -> dict[int, _Frontier]:
+        """Children for the frontiers of these (row of the arrays, request): row -> its new frontier."""
+        found = {}
+        for row, i in rows:
+            if not self.draws[i]:
+                above = np.repeat(np.arange(tokens.shape[1]), tokens.shape[2])
+                made = (values[row][:, None] * probs[row]).ravel()
+                found[row] = self.pools[i].add(above, tokens[row].ravel(), made, probs[row].ravel(), self.options.topk)
+        drawing = [(row, i) for row, i in rows if self.draws[i]]
+        if drawing:
+            found |= self._draw(drawing, logits, probs, values, depth)
+        return found
+
+    def _draw(
+        self, rows: list[tuple[int, int]], logits: Tensor, probs: FloatArray, values: FloatArray, depth: int
+    ) -> dict[int, _Frontier]:
+        width, topk = values.shape[1], self.options.topk
+        nodes: list[int] = []       # rows of `logits`
+        counts: list[int] = []      # how many children each gets
+        firsts: list[int] = []      # and which number draws its first one
+        shares = {}
+        for row, i in rows:
+            share = shares[row] = self._shares(i, values[row][:, None] * probs[row], depth)
+            at = len(self.pools[i].tokens)
+            for node in np.flatnonzero(share).tolist():
+                nodes.append(row * width + node)
+                counts.append(int(share[node]))
+                firsts.append(at)
+                at += counts[-1]
+        if nodes:
+            asked, paths = [self.asked[node] for node in nodes], [self.paths[node] for node in nodes]
+            drawn, distributions = self.sampler.branches(logits[nodes], asked, paths, counts, firsts, self.target_ids)
+        place = {node: j for j, node in enumerate(nodes)}
+        found = {}
+        for row, i in rows:
+            pool, share = self.pools[i], shares[row]
+            above = np.repeat(np.arange(width), share)
+            mine = [place[row * width + node] for node in np.flatnonzero(share).tolist()]
+            tokens = [token for j in mine for token in drawn[j]]
+            sources = [distributions[j] for j in mine for _ in drawn[j]]
+            likely = [float(source[token]) for token, source in zip(tokens, sources, strict=True)]
+            sure = [probs[row, node, turn] for node in range(width) for turn in range(share[node])]   # of the prefix alone
+            missing = max(0, topk - len(tokens))   # every frontier is as wide
+            pool.probs += [*sources, *[None] * missing]
+            found[row] = pool.add(
+                np.append(above, [0] * missing).astype(np.int64), np.array(tokens + [0] * missing, dtype=np.int64),
+                np.append(values[row][above] * likely, [0.0] * missing), np.append(sure, [0.0] * missing), topk,
+            )
+        return found
+
+    def _shares(self, i: int, expected: FloatArray, depth: int) -> IntArray:
+        """[width] how many children each node gets: this level's share of the room goes where the likeliest tokens would be worth most."""
+        left = self.room[i] - sum(q is not None for q in self.pools[i].probs)
+        share = min(left, max(self.options.topk, left // (self.requests[i].k - depth)))
+        best = np.argsort(-expected, axis=None, kind="stable")[: max(0, share)]
+        best = best[expected.ravel()[best] > 0.0]
+        shares: IntArray = np.bincount(best // expected.shape[1], minlength=len(expected))
+        return shares
+
+    def drafts(self) -> list[Draft]:
+        return [
+            pool.drawn() if draws else pool.likeliest(room)
+            for pool, draws, room in zip(self.pools, self.draws, self.room, strict=True)
+        ]

@@ -123,6 +123,13 @@ class DraftSampler(Protocol):
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The `count` (or all) most likely tokens and their probabilities, most likely first: [n, count] each, a function of the prefix."""
 
+    def branches(
+        self, logits: Tensor, requests: Sequence[DraftRequest], drafted: Sequence[list[int]], counts: Sequence[int],
+        firsts: Sequence[int], token_ids: Tensor | None = None,
+    ) -> tuple[list[list[int]], Tensor]:
+        """For requests that are not greedy: `counts[i]` different tokens drawn without replacement, in the order of drawing, and the
+        distributions f32 [n, vocab]. The sequence's numbers `firsts[i]`, `firsts[i]` + 1, ... draw them: no two may draw with the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -111,6 +111,30 @@ class SequenceSampler:
         tokens, probs = self._sampler.candidates(self._widened(logits, token_ids), positions, count)
         return tokens.cpu().numpy(), probs.double().cpu().numpy()
 
+    @torch.inference_mode()
+    def branches(
+        self, logits: Tensor, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]], counts: SequenceOf[int],
+        firsts: SequenceOf[int], token_ids: Tensor | None = None,
+    ) -> tuple[list[list[int]], Tensor]:
+        positions, logits = self._positions(requests, drafted), self._widened(logits, token_ids)
+        probs = torch.empty(len(positions), self._sampler.vocab_size, device=logits.device)
+        found: list[list[int]] = [[] for _ in positions]
+        rows = list(enumerate(positions))
+        for begin in range(0, len(rows), self._sampler.block_rows):
+            block = rows[begin : begin + self._sampler.block_rows]
+            weights = self._sampler.probabilities(logits, block)
+            probs[begin : begin + len(block)] = weights[:, : self._sampler.vocab_size]
+            for turn in range(max(counts[row] for row, _ in block)):
+                left = [(row, p.seq) for row, p in block if counts[row] > turn]
+                purposes = [Purpose.DRAFT + firsts[row] + turn for row, _ in left]
+                numbers = uniforms([seq.seed for _, seq in left], [len(seq.token_ids) for _, seq in left], purposes)
+                where = [row - begin for row, _ in left]
+                tokens = draw(weights[where], numbers)
+                weights[where, tokens] = 0.0
+                for (row, _), token in zip(left, tokens, strict=True):
+                    found[row].append(token)
+        return found, probs
+
     def _widened(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
         if token_ids is None:
             return logits
