@@ -32,7 +32,7 @@ from headway.models.loader import load_model
 from headway.types import Draft, SamplingParams, SequenceFeedback, depths_of
 from headway.types import Sequence as Sequence_
 from tests.heads import eagle1_dir, eagle3_dir, medusa_dir, mlp_speculator_dir
-from tests.sampling import DraftMaker, chi_square, simulate
+from tests.sampling import DraftMaker, chi_square, reference_probs, simulate
 from tests.tiny import tiny_model_dir
 from tests.unit.test_distribution import ALPHA, SAMPLERS
 from tests.unit.test_feature_chain import BLOCK, Text
@@ -158,9 +158,21 @@ def test_drafted_trees_keep_the_distribution(method: Any, topk: int, room: int, 
     """Three tokens of a small vocabulary, several steps each. False alarm: 1e-6 for each combination."""
     verifier, params = Verifier(SpeculativeConfig(), 4, "cpu"), SamplingParams(max_tokens=None, **SAMPLERS[sampler])
     make = growing(verifier, Q, TreeOptions(topk=topk, num_draft_tokens=room, draft_sample_method=method), room, k)
-    run = simulate(verifier, SMALL, params, make, length=3, trials=2500)
+    run = simulate(verifier, SMALL, params, make, length=3, trials=1500)
     assert chi_square(run.counts, SMALL.joint(params, 3)) > ALPHA
     assert 0.2 < run.first_accepted.mean() < k
+
+
+def test_the_audit_sees_a_tree_cut_by_what_was_drawn() -> None:
+    """Two siblings, not verified where the first one is an unlikely token: nobody may choose among tokens that were drawn."""
+    verifier, params = Verifier(SpeculativeConfig(), 4, "cpu"), SamplingParams(max_tokens=None)
+    grow = growing(verifier, Q, TreeOptions(topk=2, num_draft_tokens=2), 2, 1)
+
+    def cut(seqs: list[Sequence_]) -> list[Draft | None]:
+        return [draft if draft is None or draft.probs[0, draft.tokens[0]] > 0.3 else draft.truncated(0) for draft in grow(seqs)]   # type: ignore[index]
+
+    run = simulate(verifier, SMALL, params, cut, length=2, trials=1500)
+    assert chi_square(run.counts, SMALL.joint(params, 2)) < ALPHA
 
 
 def test_what_is_drawn() -> None:
@@ -169,7 +181,8 @@ def test_what_is_drawn() -> None:
     make = growing(verifier, Q, TreeOptions(topk=3, num_draft_tokens=10), 10, 4)
     shapes: dict[tuple[int, ...], set[tuple[float, ...]]] = {}
     for seed in range(40):
-        greedy, drawn = make([SMALL.sequence(SamplingParams(temperature=0.0), seed + 100), SMALL.sequence(SamplingParams(), seed)])
+        seq = SMALL.sequence(SamplingParams(), seed)
+        greedy, drawn = make([SMALL.sequence(SamplingParams(temperature=0.0), seed + 100), seq])
         assert greedy is not None
         assert drawn is not None
         assert greedy.probs is None
@@ -178,7 +191,9 @@ def test_what_is_drawn() -> None:
         paths = paths_of(drawn)
         assert len(set(paths)) == len(paths)
         for path, probs in zip(paths, drawn.probs, strict=True):
-            np.testing.assert_allclose(probs.numpy(), Q[(SMALL.start[-1], *path)[-2]], rtol=1e-4)
+            before = (SMALL.start[-1], *path)[-2]
+            np.testing.assert_allclose(probs.numpy(), reference_probs(np.log(Q[before]), seq, path[:-1]), rtol=1e-4)
+            assert probs[path[-1]] > 0
         top = drawn.parents.index(0) if 0 in (drawn.parents or ()) else 3   # type: ignore[union-attr]
         shapes.setdefault(tuple(drawn.parents or ())[:3], set()).add(tuple((drawn.confidence or [])[: min(3, top)]))
     assert list(shapes) == [(-1, -1, -1)]

@@ -215,38 +215,41 @@ class _Grower:
         self, rows: list[tuple[int, int]], logits: Tensor, probs: FloatArray, values: FloatArray, depth: int
     ) -> dict[int, _Frontier]:
         width, topk = values.shape[1], self.options.topk
+        shares = [self._shares(i, values[row][:, None] * probs[row], depth) for row, i in rows]
         nodes: list[int] = []       # rows of `logits`
         counts: list[int] = []      # how many children each gets
         firsts: list[int] = []      # and which number draws its first one
-        shares = {}
-        for row, i in rows:
-            share = shares[row] = self._shares(i, values[row][:, None] * probs[row], depth)
-            at = len(self.pools[i].tokens)
-            for node in np.flatnonzero(share).tolist():
-                nodes.append(row * width + node)
-                counts.append(int(share[node]))
-                firsts.append(at)
-                at += counts[-1]
-        if nodes:
-            asked, paths = [self.asked[node] for node in nodes], [self.paths[node] for node in nodes]
-            drawn, distributions = self.sampler.branches(logits[nodes], asked, paths, counts, firsts, self.target_ids)
-        place = {node: j for j, node in enumerate(nodes)}
-        found = {}
-        for row, i in rows:
-            pool, share = self.pools[i], shares[row]
+        for (row, i), share in zip(rows, shares, strict=True):
+            with_children = np.flatnonzero(share)
+            nodes += (row * width + with_children).tolist()
+            counts += share[with_children].tolist()
+            firsts += (len(self.pools[i].tokens) + np.cumsum(share) - share)[with_children].tolist()
+        tokens, likely, sources = self._branches(logits, nodes, counts, firsts)
+        found, end = {}, 0
+        for (row, i), share in zip(rows, shares, strict=True):
+            begin, end = end, end + int(share.sum())
             above = np.repeat(np.arange(width), share)
-            mine = [place[row * width + node] for node in np.flatnonzero(share).tolist()]
-            tokens = [token for j in mine for token in drawn[j]]
-            sources = [distributions[j] for j in mine for _ in drawn[j]]
-            likely = [float(source[token]) for token, source in zip(tokens, sources, strict=True)]
             sure = [probs[row, node, turn] for node in range(width) for turn in range(share[node])]   # of the prefix alone
-            missing = max(0, topk - len(tokens))   # every frontier is as wide
-            pool.probs += [*sources, *[None] * missing]
-            found[row] = pool.add(
-                np.append(above, [0] * missing).astype(np.int64), np.array(tokens + [0] * missing, dtype=np.int64),
-                np.append(values[row][above] * likely, [0.0] * missing), np.append(sure, [0.0] * missing), topk,
+            missing = max(0, topk - len(above))   # every frontier is as wide
+            self.pools[i].probs += [*sources[begin:end], *[None] * missing]
+            found[row] = self.pools[i].add(
+                np.pad(above, (0, missing)), np.array(tokens[begin:end] + [0] * missing, dtype=np.int64),
+                np.pad(values[row][above] * likely[begin:end], (0, missing)), np.pad(sure, (0, missing)), topk,
             )
         return found
+
+    def _branches(
+        self, logits: Tensor, nodes: list[int], counts: list[int], firsts: list[int]
+    ) -> tuple[list[int], FloatArray, list[Tensor]]:
+        """Of all children, in order: the token, its probability, and the distribution it was drawn from."""
+        if not nodes:
+            return [], np.zeros(0), []
+        asked, paths = [self.asked[node] for node in nodes], [self.paths[node] for node in nodes]
+        drawn, probs = self.sampler.branches(logits[nodes], asked, paths, counts, firsts, self.target_ids)
+        tokens = [token for each in drawn for token in each]
+        above = np.repeat(np.arange(len(nodes)), counts).tolist()
+        likely: FloatArray = probs[above, tokens].double().cpu().numpy()
+        return tokens, likely, [probs[node] for node in above]
 
     def _shares(self, i: int, expected: FloatArray, depth: int) -> IntArray:
         """[width] how many children each node gets: this level's share of the room goes where the likeliest tokens would be worth most."""
