@@ -63,6 +63,7 @@ class World:
     slowdown: Callable[[int], float] = lambda step: 1.0
     clock: Callable[[int, float], float] = lambda step, ms: ms   # what the policy is told a time was
     targets: Mapping[int, float] = field(default_factory=dict)   # request -> tpot_slo_ms
+    breadth: int = 1         # nodes of a draft at each depth; one of them is continued
 
 
 @dataclass
@@ -128,9 +129,16 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
             if accepted == verified < length and world.deterministic:
                 shadows.append(ShadowFeedback(i, name, verified, length, min(right, length) - verified, told))
             k = wishes[i].k if i in wishes else 0
-            sequences.append(SequenceFeedback(i, name, k, length, verified, accepted, int(context[i]), told[:verified] if told else None))
+            sure = told[:verified] if told else None
+            if world.breadth > 1 and verified:
+                nodes = verified * world.breadth
+                parents = tuple(-1 if node < world.breadth else node - node % world.breadth - world.breadth for node in range(nodes))
+                path = tuple(range(0, accepted * world.breadth, world.breadth))
+                sequences.append(SequenceFeedback(i, name, k, nodes, nodes, accepted, int(context[i]), None, parents, path))
+            else:
+                sequences.append(SequenceFeedback(i, name, k, length, verified, accepted, int(context[i]), sure))
             context[i] += accepted + 1
-            result.by_request[step, i], result.k_by_request[step, i] = accepted + 1, verified
+            result.by_request[step, i], result.k_by_request[step, i] = accepted + 1, verified * world.breadth
             if context[i] > 900:
                 context[i] = 300
         work = Work(n, n + int(result.k_by_request[step].sum()), int(context.sum()))

@@ -81,6 +81,17 @@ def test_recovers_within_100_steps_of_a_switch() -> None:
     assert adaptive.rate() >= 1.02 * max(plain.rate(), deep.rate())
 
 
+def test_sampled_trees_are_as_deep_as_their_nodes_pay() -> None:
+    """Four nodes at each depth, verified as they were drawn: priced by depth alone, all eight levels would seem to pay."""
+    world = World(
+        4, always(Texture(rate=0.7, told=None)), drafters=SUFFIX, deterministic=False, greedy=False, breadth=4,
+    )  # fmt: skip
+    result = run(Goodput(), world, 400)
+    fixed = {k: run(Fixed(k), world, 400) for k in (0, 1, 2, 3, 8)}
+    assert result.rate(100) >= 0.95 * max(other.rate(100) for other in fixed.values())
+    assert result.rate(100) >= 1.1 * fixed[8].rate(100)
+
+
 def test_follows_costs_that_change() -> None:
     """Verification becomes a hundred times as dear in the middle of the run: what was right before is wrong after."""
     world = World(16, always(Texture(hit=0.9, rate=0.8)), cost=gpu, later=(150, cpu), drafters=SUFFIX)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headway.control.acceptance import Acceptance
 from headway.control.costs import CostModel
-from headway.control.guard import Account
+from headway.control.guard import Account, Mean
 from headway.control.policy import DraftView
 from headway.control.worth import Worth
 from headway.types import SequenceFeedback, ShadowFeedback, depths_of
@@ -25,6 +25,7 @@ _LEAST_JUDGED = 12       # judged tokens that are waited for before the acceptan
 _ENOUGH_JUDGED = 128     # and later: learning has its price by the call
 _MOST = 24               # drafts, or asks, that are learned from in a step
 _LONGEST_WAIT = 16       # steps
+_BREADTH_MEMORY = 100.0  # drafts
 _YOUNG = 200             # judged tokens up to which it knows little
 _NAN = float("nan")
 
@@ -38,6 +39,7 @@ class Candidate:
         self.blind = Acceptance(max_k)       # of drafts to be made
         self.blind_used = False
         self.depth = min(2, max_k)           # that was found worth asking for last
+        self.breadth = Mean(_BREADTH_MEMORY, 1.0)   # draft tokens verified for each position: more than one in a tree
         self.first_asks = FIRST_ASKS
         self.watched: dict[int, float] = {}  # shadow drafts under way: seq_id -> tokens a verified token would cost
         self.share = 0.0                     # of the sequences, that it is asked for
@@ -129,6 +131,8 @@ class Candidate:
         for seq in verified:
             if seq.parents is None:
                 self._judged.add(seq.seq_id, 0, seq.num_accepted, seq.num_drafts, seq.confidence, self.max_k, step)
+            else:
+                self.breadth.observe(seq.num_drafts / seq.depth)
             for depth, hit, confidence in judged_nodes(seq):
                 self._judged.add(seq.seq_id, depth, depth + hit, depth + 1, (_NAN,) * depth + (confidence,), self.max_k, step)
             if self.blind_used:

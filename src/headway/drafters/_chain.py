@@ -1,4 +1,5 @@
-"""The loop of every drafter that writes its draft token by token: ask the policy, choose, go on with those that are left.
+"""The loop of every drafter that writes its draft token by token: ask the policy, choose, go on with those that are left. Before it,
+those that have a state catch up with what was committed since (`catch_up`).
 
 One rule for all of them: a greedy request gets the likeliest tokens, a request that samples gets tokens drawn from the draft network's
 distribution, which the target accepts with min(1, p/q): more often than it would write the likeliest token, the more so the higher the
@@ -7,7 +8,7 @@ temperature. `draft_sample_method` "greedy" asks for the likeliest tokens everyw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,12 @@ from headway.control.policy import Policy
 from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
 from headway.types import Draft
+
+CATCH_UP_ROWS = 512
+"""Rows of one catch-up pass: bounds its working memory."""
+
+FEW_ROWS = 8
+"""A sequence with at most this many unread tokens brings them along in the pass that drafts."""
 
 
 @dataclass(slots=True)
@@ -57,6 +64,21 @@ class SampleOptions:
     def deterministic(self) -> bool:
         """Every draft is a function of the prefix."""
         return self.draft_sample_method == "greedy"
+
+
+def catch_up(num_unread: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """Passes that read all but the last token of sequences with many: each a list of (which sequence, how many of its next tokens)."""
+    missing = {i: num - 1 for i, num in enumerate(num_unread) if num > FEW_ROWS}
+    while missing:
+        budget, part = CATCH_UP_ROWS, []
+        for i, num in missing.items():
+            if budget:
+                part.append((i, min(num, budget)))
+                budget -= part[-1][1]
+        for i, num in part:
+            missing[i] -= num
+        missing = {i: num for i, num in missing.items() if num}
+        yield part
 
 
 def draft_chain(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import Prediction, draft_chain
+from headway.drafters._chain import Prediction, catch_up, draft_chain
 from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters._feature_native import StepPlan
 from headway.drafters._feature_network import FeatureFile, FeatureNetwork
@@ -30,12 +30,6 @@ from headway.models import hub
 from headway.models.attention import AttentionPlan, KVCache, Row, Tree
 from headway.models.config import ModelConfig
 from headway.types import Draft
-
-CATCH_UP_ROWS = 512
-"""Rows of one catch-up pass: bounds its working memory."""
-
-FEW_ROWS = 8
-"""A sequence with at most this many unread positions enters the last pass with all of them."""
 
 
 @dataclass(slots=True)
@@ -182,18 +176,9 @@ class FeatureChain(Drafter):
         lengths = [len(h[0]) for h in hidden]
         features = self.network.fuse([layers[0] if len(layers) == 1 else torch.cat(layers) for layers in zip(*hidden, strict=True)])
         unread = [_Unread(*each) for each in zip(requests, states, torch.split(features, lengths), strict=True)]
-        behind = [each for each in unread if len(each.features) > FEW_ROWS]
-        while behind:
-            budget, parts = CATCH_UP_ROWS, []
-            for each in behind:
-                num = min(len(each.features) - 1, budget)
-                if num > 0:
-                    parts.append(_Unread(each.request, each.state, each.features[:num]))
-                    each.features = each.features[num:]
-                    budget -= num
-            plan, token_ids, positions, rows = self._read(parts)
+        for part in catch_up(lengths):
+            plan, token_ids, positions, rows = self._read([unread[i].first(num) for i, num in part])
             self.network.forward(token_ids, positions, rows, plan, self.cache, fill=True)
-            behind = [each for each in behind if len(each.features) > 1]
         plan, token_ids, positions, rows = self._read(unread)
         ends = np.cumsum([len(each.features) for each in unread]) - 1
         return self.network.steps(token_ids, positions, rows, plan, self.cache, torch.from_numpy(ends))[0]
@@ -243,3 +228,9 @@ class _Unread:
     request: DraftRequest
     state: _State
     features: Tensor
+
+    def first(self, num: int) -> _Unread:
+        """Split off."""
+        part = _Unread(self.request, self.state, self.features[:num])
+        self.features = self.features[num:]
+        return part

@@ -24,7 +24,7 @@ from headway.models.attention_native import NativePlan
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
-from headway.models.rope import Rope, inverse_frequencies
+from headway.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class FeatureNetwork(ABC):
         self.target_ids = target_ids
         self.wiring = wiring
         self.dtype, self.device = embedding.dtype, embedding.device
-        inv_freq, factor = inverse_frequencies(shape.rope, shape.head_dim, shape.max_position)
-        self.rope = Rope(inv_freq.to(self.device), factor)
+        self.rope = Rope.of(shape, self.device)
         self.num_bytes = 0   # of its own weights; set by the loader
         self.native = NativePass.make(self)
 

@@ -19,17 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.drafters._chain import catch_up
 from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters.drafter import Committed, Drafter, DraftRequest, Keep, Target, keep_all
 from headway.models.attention import KVCache
 from headway.models.attention import Row as Span
 from headway.types import Draft
-
-CATCH_UP_TOKENS = 512
-"""Tokens of one catch-up pass: bounds its working memory."""
-
-FEW_TOKENS = 8
-"""A sequence with at most this many unread tokens brings them along in the pass that drafts."""
 
 
 @dataclass(slots=True)
@@ -144,20 +139,13 @@ class ChainDrafter(Drafter):
 
     def _catch_up(self, chains: list[Chain]) -> None:
         """Reads all but the last known token where there are many."""
-        behind = [chain for chain in chains if len(chain.unread) > FEW_TOKENS]
-        while behind:
-            budget, parts = CATCH_UP_TOKENS, []
-            for chain in behind:
-                length = min(len(chain.unread) - 1, budget)
-                if length > 0:
-                    parts.append((chain, length))
-                    budget -= length
-            self._pass([(chain, chain.unread[:length]) for chain, length in parts])
-            for chain, length in parts:
-                self.fill(chain.request.block_table, chain.start, chain.start + length)
-                chain.start += length
-                del chain.unread[:length]
-            behind = [chain for chain in behind if len(chain.unread) > 1]
+        for part in catch_up([len(chain.unread) for chain in chains]):
+            self._pass([(chains[i], chains[i].unread[:num]) for i, num in part])
+            for i, num in part:
+                chain = chains[i]
+                self.fill(chain.request.block_table, chain.start, chain.start + num)
+                chain.start += num
+                del chain.unread[:num]
 
     def _pass(self, reads: list[tuple[Chain, list[int]]]) -> Tensor:
         device = self.target.model.device

@@ -214,7 +214,8 @@ class Scheduler:
             row = rows.get(seq_id)
             if row is not None and row.seq.is_decoding and choice.k > 0 and choice.drafter in self.drafters:
                 k = min(choice.k, self._k_allowed(row.seq))
-                wanted[seq_id] = k, max(k, self.tree_sizes.get(choice.drafter, 0)) if k else 0
+                # A tree has its size at full depth, and as many nodes per level when it is less deep: so k has a price there, too.
+                wanted[seq_id] = k, max(k, -(-self.tree_sizes.get(choice.drafter, 0) * k // self.max_k))
         cap = _fair_cap([tokens for _, tokens in wanted.values()], self.token_budget)
         promised = 0
         for seq_id, (k, tokens) in wanted.items():

@@ -17,7 +17,7 @@ from headway.models.attention import AttentionPlan, KVCache
 from headway.models.attention_native import NativePlan
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer, Linear, RMSNorm
-from headway.models.rope import Rope, inverse_frequencies
+from headway.models.rope import Rope
 from headway.models.stack_native import NativeStack
 
 __all__ = ["Decoder", "ModelConfig"]
@@ -40,8 +40,7 @@ class Decoder:
         self.int8 = lm_head.packed is not None and lm_head.packed.scales is not None
         self.dtype = embedding.dtype
         self.device = embedding.device
-        inv_freq, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position)
-        self.rope = Rope(inv_freq.to(self.device), factor)
+        self.rope = Rope.of(config, self.device)
         self.stack = NativeStack.make(layers, config.head_dim) if self.dtype == torch.bfloat16 and self.device.type == "cpu" else None
 
     @torch.inference_mode()

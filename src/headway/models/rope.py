@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headway.errors import ModelError
+
+if TYPE_CHECKING:
+    from headway.models.config import ModelConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -71,6 +74,12 @@ class Rope:
 
     inv_freq: Tensor
     factor: float
+
+    @classmethod
+    def of(cls, shape: ModelConfig, device: torch.device) -> Rope:
+        """Of a network of these dimensions. Raises ModelError for a rope type that is not supported."""
+        inv_freq, factor = inverse_frequencies(shape.rope, shape.head_dim, shape.max_position)
+        return cls(inv_freq.to(device), factor)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [n] -> (cos, sin), each float32 [n, head_dim / 2]. Angles are float32, as in training."""

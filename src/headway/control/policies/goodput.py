@@ -261,7 +261,7 @@ class Goodput(Policy):
             return [longest] * num_rows
         reached = np.asarray(np.cumprod(drafter.blind.predict([seq.seq_id for seq in sequences], longest), axis=1), dtype=np.float64)
         base, total = len(step.sequences) + step.num_prefill, len(step.sequences)
-        step_ms = self._costs.predict(total, base + np.arange(reached.size + 1), step.num_context)
+        step_ms = self._costs.predict(total, base + drafter.breadth.value * np.arange(reached.size + 1), step.num_context)
         best, depth, lengths = -np.inf, longest, np.zeros(num_rows, dtype=np.int64)
         for tried in [depth for depth in _DEPTHS if depth <= longest] if steep else [longest]:
             part: FloatArray = reached[:, :tried]
