@@ -5,8 +5,8 @@
 One request at a time, the same prompts for every configuration, in turns. A chain of `budget` tokens is compared with trees of as many
 (`num_draft_tokens`) whose levels continue `topk` tokens each; a tree is at most as deep as the chain, and at most --depth levels. Every
 draft is verified whole (policy static). Tokens per step count accepted drafts and the target's own token; the interval is a 95 %
-bootstrap over prompts of the ratio to the chain. `moved` is the time that K/V of accepted nodes takes to get to its place, per step.
-The last line is one JSON document.
+bootstrap over prompts of the ratio to the chain. These are counts, the same on a busy machine, and all that the file has. The times
+are for the eye: `moved` is what K/V of accepted nodes takes to get to its place, per step. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -116,15 +116,15 @@ def main() -> None:
         steps = sum(cell.steps)
         step, draft, moved = (ms / steps for ms in (cell.step_ms, cell.draft_ms, cell.moved_ms))
         rows.append({
-            "draft_sample_method": method, "budget": budget, "topk": topk, "tokens_per_step": cell.tokens_per_step, "ratio": ratio,
-            "ratio_low": low, "ratio_high": high, "step_ms": step, "draft_ms": draft, "moved_ms": moved, "tokens_per_s":
-            cell.tokens_per_step / step * 1e3,
+            "draft_sample_method": method, "budget": budget, "topk": topk, "steps": steps, "tokens_per_step": cell.tokens_per_step,
+            "ratio": ratio, "ratio_low": low, "ratio_high": high,
         })  # fmt: skip
         print(f"{method:>14} {budget:6} {topk:4} {cell.tokens_per_step:11.3f} {ratio:8.3f} [{low:.3f}, {high:.3f}]  "
               f"{step:5.2f} ms {draft:5.2f} ms {moved:6.3f} ms")
     if args.temperature == 0.0:
         print(f"greedy texts that differ between configurations: {differ}")
-    publish({"rows": rows, "texts_that_differ": differ, **origin()}, args.output)
+    about = {"workload": args.workload, "prompts": len(prompts), "tokens_per_prompt": args.tokens, "temperature": args.temperature}
+    publish({**about, "rows": rows, "texts_that_differ": differ, **origin()}, args.output)
 
 
 if __name__ == "__main__":

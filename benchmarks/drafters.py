@@ -2,6 +2,7 @@
 
     python benchmarks/drafters.py table      [--minutes 15] [--output results/drafters.json]
     python benchmarks/drafters.py sampling   acceptance at temperature 1: drawn drafts against the likeliest tokens
+    python benchmarks/drafters.py acceptance what is accepted by position, greedy
     python benchmarks/drafters.py layer_skip DEL's choice against fixed exits and lengths
     python benchmarks/drafters.py confidence stopping by confidence against fixed k, draft_model (--model TARGET --draft MODEL)
     python benchmarks/drafters.py show FILE  the Markdown tables of a results file
@@ -9,6 +10,8 @@
 In one block every configuration answers the same prompts, one after the other; the next block of a cell has new prompts and the opposite
 order. Ratios are within a block, their median is shown. With --model TARGET --draft MODEL, `draft_model` and `cascade` take the place of
 `eagle`. The file is rewritten after every run; the same command goes on where it stopped, and leaves out what does not fit the time.
+`sampling` and `acceptance` count only: their files have no times and are the same on a busy machine. `acceptance` and `confidence` ask for
+code (code.jsonl, found from the root of the repository).
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 
 Config = dict[str, Any] | None
-EXITS, LENGTHS = (10, 15, 20, 25), (1, 2, 4)
-MODES = ("table", "sampling", "layer_skip", "confidence")
+EXITS, LENGTHS = (15, 22, 28), (1, 2, 4)
+CODE = "jsonl:benchmarks/code.jsonl"
+COUNTING = ("sampling", "acceptance")
+MODES = ("table", *COUNTING, "layer_skip", "confidence")
 
 
 def configurations(args: argparse.Namespace) -> dict[str, Config]:
@@ -43,17 +48,15 @@ def configurations(args: argparse.Namespace) -> dict[str, Config]:
         found: dict[str, Config] = {"DEL": fixed("layer_skip", max(LENGTHS))}
         found |= {f"exit {exit}, k={k}": fixed("layer_skip", k, layer_skip_exit=exit) for exit in EXITS for k in LENGTHS}
     elif args.mode == "confidence":
-        found = {f"k={k}": fixed("draft_model", k, **draft) for k in (1, 2, 3, 4, 6, 8)}
+        found = {f"k={k}": fixed("draft_model", k, **draft) for k in (2, 3, 4, 6, 8)}
         more = {"confidence_head": args.confidence_head} if args.confidence_head else {}
-        for threshold in (0.3, 0.5, 0.7):
+        for threshold in (0.2, 0.3, 0.5):
             policy = {"name": "confidence", "rejection_threshold": threshold}
             found[f"confidence {threshold}"] = {"method": "draft_model", "num_speculative_tokens": 8, "policy": policy, **draft, **more}
-    elif args.mode == "sampling":
-        who = {"draft_model": draft} if args.draft else {"eagle": eagle}
-        found = {
-            f"{name}, {how}": fixed(name, 4, draft_sample_method=how, **model)
-            for name, model in who.items() for how in ("probabilistic", "greedy")
-        }
+    elif args.mode in COUNTING:
+        name, model = ("draft_model", draft) if args.draft else ("eagle", eagle)
+        ways = ("probabilistic", "greedy") if args.mode == "sampling" else ("greedy",)
+        return {f"{name}, {how}": fixed(name, 4, draft_sample_method=how, **model) for how in ways}
     else:
         own = {"draft_model": draft, "cascade": draft} if args.draft else {"eagle": eagle} if args.eagle else {}
         found = {f"{name}, k=4": fixed(name, 4, **model) for name, model in own.items()}
@@ -100,10 +103,11 @@ def measure(engine: Engine, config: Config, load: LoadOptions, repeat: int) -> d
     run = throughput.run(engine, [prompt.encode(engine.tokenizer) for prompt in prompts[repeat * size :]], load)
     stats = run.speculation
     return {
-        "output_tokens_per_s": run.summary()["output_tokens_per_s"],
         "acceptance_by_position": stats.conditional_acceptance,
+        "judged_by_position": stats.num_reached_per_pos,
         "mean_acceptance_length": stats.mean_acceptance_length,
         "mean_k": stats.num_draft_tokens / max(1, stats.num_steps),
+        "output_tokens_per_s": run.summary()["output_tokens_per_s"],
         "ms_per_draft_pass": {name: ms / max(1, costs.passes[name]) for name, ms in costs.ms.items()},
         "memory_bytes": {
             name: weights + engine.memory.drafter_kv_bytes[name] for name, weights in engine.memory.drafter_weight_bytes.items()
@@ -123,19 +127,24 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     seconds: dict[int, float] = {}   # of a block, by load
     for workload, concurrency, repeat in blocks(args):
+        prompts = args.prompts or max(4, concurrency + min(concurrency, 8))
         missing = [name for name in wanted if (workload, concurrency, repeat, name) not in done]
         start = time.monotonic()
         if missing and start - began + seconds.get(concurrency, max(seconds.values(), default=0.0)) > args.minutes * 60.0:
             document["left_out"].append([workload, concurrency, repeat])
             continue
         load = LoadOptions(
-            workload=workload, concurrency=concurrency, num_prompts=max(4, concurrency + min(concurrency, 8)), output_len=args.output_len,
-            temperature=args.temperature, warmup=2,
-        )
+            workload=workload, concurrency=concurrency, num_prompts=prompts, output_len=args.output_len, temperature=args.temperature,
+            warmup=0 if args.mode in COUNTING else 1,
+        )  # fmt: skip
         for name in missing if repeat % 2 == 0 else reversed(missing):
             run = {"workload": workload, "concurrency": concurrency, "repeat": repeat, "configuration": name}
-            document["runs"].append(run | measure(engine, wanted[name], load, repeat))
-            print(f"{workload:>10} @{concurrency:<3} {name:<26} {document['runs'][-1]['output_tokens_per_s']:8.1f} tokens/s", flush=True)
+            found = measure(engine, wanted[name], load, repeat)
+            if args.mode in COUNTING:
+                del found["output_tokens_per_s"], found["ms_per_draft_pass"]
+            document["runs"].append(run | found)
+            print(f"{workload:>10} @{concurrency:<3} {name:<26} {found['mean_acceptance_length']:6.2f} tokens per drafted step "
+                  f"{found.get('output_tokens_per_s', float('nan')):8.1f} tokens/s", flush=True)
             if args.output:
                 write(document, args.output)
         if len(missing) == len(wanted):
@@ -146,17 +155,10 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
 def show(document: dict[str, Any]) -> Iterator[str]:
     """Markdown: speed-up by workload and load, then acceptance, cost and memory."""
     runs = document["runs"]
-    off = {_block(run): run["output_tokens_per_s"] for run in runs if run["configuration"] == "off"}
     names = list(dict.fromkeys(run["configuration"] for run in runs if run["configuration"] != "off"))
     cells = sorted({(run["workload"], run["concurrency"]) for run in runs}, key=lambda cell: (cell[0], cell[1]))
-    yield "| tokens/s against none | " + " | ".join(f"{workload} @{num}" for workload, num in cells) + " |"
-    yield "|---" * (1 + len(cells)) + "|"
-    for name in names:
-        ratios = [
-            [run["output_tokens_per_s"] / off[_block(run)] for run in runs if _is(run, name, cell) and _block(run) in off] for cell in cells
-        ]
-        yield f"| {name} | " + " | ".join(f"{statistics.median(each):.2f}x" if each else "" for each in ratios) + " |"
-    yield ""
+    if document["mode"] not in COUNTING:
+        yield from _speeds(runs, names, cells)
     least = min(num for _, num in cells)
     titles = ("workload", "acceptance by position", "tokens per drafted step", "drafts per step", "ms per draft pass", "memory")
     yield f"| {least} request{'s' * (least > 1)} | " + " | ".join(titles) + " |"
@@ -168,14 +170,27 @@ def show(document: dict[str, Any]) -> Iterator[str]:
                 yield _details(name, cell[0], mine)
 
 
+def _speeds(runs: list[dict[str, Any]], names: list[str], cells: list[tuple[str, int]]) -> Iterator[str]:
+    off = {_block(run): run["output_tokens_per_s"] for run in runs if run["configuration"] == "off"}
+    yield "| tokens/s against none | " + " | ".join(f"{workload} @{num}" for workload, num in cells) + " |"
+    yield "|---" * (1 + len(cells)) + "|"
+    for name in names:
+        ratios = [
+            [run["output_tokens_per_s"] / off[_block(run)] for run in runs if _is(run, name, cell) and _block(run) in off] for cell in cells
+        ]
+        yield f"| {name} | " + " | ".join(f"{statistics.median(each):.2f}x" if each else "" for each in ratios) + " |"
+    yield ""
+
+
 def _details(name: str, workload: str, runs: list[dict[str, Any]]) -> str:
     def median(key: str) -> float:
         return statistics.median(run[key] for run in runs)
 
     known = [run["acceptance_by_position"][:4] for run in runs]
     rates = [statistics.median(each[j] for each in known if len(each) > j) for j in range(max(map(len, known)))]
-    costs = {drafter: statistics.median(run["ms_per_draft_pass"][drafter] for run in runs if drafter in run["ms_per_draft_pass"])
-             for drafter in dict.fromkeys(drafter for run in runs for drafter in run["ms_per_draft_pass"])}  # fmt: skip
+    passes = [run.get("ms_per_draft_pass", {}) for run in runs]
+    drafters = dict.fromkeys(drafter for each in passes for drafter in each)
+    costs = {drafter: statistics.median(each[drafter] for each in passes if drafter in each) for drafter in drafters}
     each = ", ".join(f"{ms:.2f}" if len(costs) == 1 else f"{drafter} {ms:.2f}" for drafter, ms in costs.items())
     memory = sum(runs[0]["memory_bytes"].values()) / 2**20
     return (
@@ -195,8 +210,9 @@ def _is(run: dict[str, Any], name: str, cell: tuple[str, int]) -> bool:
 DEFAULTS: dict[str, dict[str, Any]] = {
     "table": {"workloads": ["chat", "code-edit", "summarize", "reasoning"], "concurrencies": [1, 8, 32], "repeats": 3},
     "sampling": {"workloads": ["chat", "reasoning"], "concurrencies": [8], "repeats": 3, "temperature": 1.0},
+    "acceptance": {"workloads": [CODE], "concurrencies": [8], "repeats": 1},
     "layer_skip": {"workloads": ["chat", "code-edit", "reasoning"], "concurrencies": [1], "repeats": 2},
-    "confidence": {"workloads": ["code-edit"], "concurrencies": [1], "repeats": 3},
+    "confidence": {"workloads": [CODE], "concurrencies": [1], "repeats": 3},
 }
 
 
@@ -213,6 +229,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--prompts", type=int, help="in a block; default: 4, or twice the requests in flight up to 16")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--kv-cache-bytes", type=int, default=2 << 30)

@@ -53,7 +53,8 @@ def test_confidence_stops_where_the_product_falls() -> None:
         DraftView(3, "suffix", 3, True, None),
         DraftView(4, "suffix", 3, True, (1.0, math.nan, 0.7)),
     ]
-    assert policy.select(drafts, view(4)) == {1: 3, 2: 1, 3: 3, 4: 3}
+    assert policy.select(drafts, view(4)) == {1: 4, 2: 1, 3: 3, 4: 3}
+    assert policy.select([DraftView(1, "suffix", 4, True, (0.9, 0.7, 0.9, 0.9))], view(1)) == {1: 2}
 
 
 def test_keep_and_select_are_one_rule() -> None:
@@ -63,9 +64,9 @@ def test_keep_and_select_are_one_rule() -> None:
         confidence = random.uniform(0.3, 1.0, size=(50, 6))
         drafts = [DraftView(i, "eagle", 6, False, tuple(row)) for i, row in enumerate(confidence.tolist())]
         policy.plan(view(50))
-        kept = np.zeros(50, dtype=int)
-        for position in range(6):
-            asked = np.flatnonzero(kept == position)
+        kept = np.ones(50, dtype=int)
+        for position in range(5):
+            asked = np.flatnonzero(kept == position + 1)
             going = policy.keep(asked.tolist(), position, confidence[asked, position])
             kept[asked[going]] += 1
         assert dict(enumerate(kept.tolist())) == policy.select(drafts, view(50))

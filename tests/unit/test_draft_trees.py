@@ -130,8 +130,8 @@ def test_the_policy_is_asked_level_by_level() -> None:
         return np.array([position < seq_id for seq_id in seq_ids])
 
     drafts = markov([request(seq_id, 4, 30, seq_id) for seq_id in range(4)], table, options, keep)
-    assert [draft.depth for draft in drafts] == [0, 1, 2, 3]
-    assert seen == [(0, [0, 1, 2, 3]), (1, [1, 2, 3]), (2, [2, 3]), (3, [3])]
+    assert [draft.depth for draft in drafts] == [1, 2, 3, 4]
+    assert seen == [(0, [0, 1, 2, 3]), (1, [1, 2, 3]), (2, [2, 3])]
 
 
 def growing(verifier: Verifier, q: np.ndarray, options: TreeOptions, room: int, k: int) -> DraftMaker:

@@ -47,7 +47,7 @@ def requests_for(histories: Sequence[list[int]], k: int = 6) -> list[DraftReques
 
 
 class Recorder(Static):
-    """Keeps a position while `allowed(seq_id, position)`; remembers what it was asked."""
+    """Goes on behind a position while `allowed(seq_id, position)`; remembers what it was asked."""
 
     def __init__(self, allowed: Callable[[int, int], bool]) -> None:
         self.allowed = allowed
@@ -115,19 +115,21 @@ def test_stop_is_safe_at_any_time(make: Callable[[], Drafter]) -> None:
 def test_keep_is_asked_position_by_position_and_honoured(make: Callable[[], Drafter]) -> None:
     histories = [text(seed) for seed in range(6)]
     full = make().propose(requests_for(histories), Static().keep)
-    policy = Recorder(lambda seq_id, position: position < seq_id - 11)
+    policy = Recorder(lambda seq_id, position: position < seq_id - 12)
     drafts = make().propose(requests_for(histories), policy.keep)
-    assert drafts == [draft.truncated(min(len(draft), max(0, i - 1))) for i, draft in enumerate(full)]
+    assert drafts == [draft.truncated(min(len(draft), max(1, i - 1))) for i, draft in enumerate(full)]
     assert [position for _, position, _ in policy.calls] == list(range(len(policy.calls)))
     for seq_ids, position, confidence in policy.calls:
-        assert seq_ids == [10 + i for i, draft in enumerate(full) if len(draft) > position and (position == 0 or position - 1 < i - 1)]
+        assert seq_ids == [10 + i for i, draft in enumerate(full) if len(draft) > position + 1 and (position == 0 or position - 1 < i - 2)]
         expected = [c[position] if (c := full[seq_id - 10].confidence) is not None else np.nan for seq_id in seq_ids]
         np.testing.assert_equal(confidence, expected)
 
 
-def test_keeping_nothing_drafts_nothing(make: Callable[[], Drafter]) -> None:
-    drafts = make().propose(requests_for([text(seed) for seed in range(4)]), Recorder(lambda *_: False).keep)
-    assert [draft.tokens for draft in drafts] == [[]] * 4
+def test_who_never_goes_on_drafts_one_token(make: Callable[[], Drafter]) -> None:
+    asked = requests_for([text(seed) for seed in range(4)])
+    drafts, full = make().propose(asked, Recorder(lambda *_: False).keep), make().propose(asked, Static().keep)
+    assert [draft.tokens for draft in drafts] == [draft.tokens[:1] for draft in full]
+    assert max(len(draft) for draft in full) > 1
 
 
 # -- apply_keep -----------------------------------------------------------------------------------------------------
@@ -141,14 +143,14 @@ def test_drafts_without_confidence_show_nan() -> None:
     policy = Recorder(lambda *_: True)
     drafts = drafts_of(3, 2, 0)
     assert apply_keep(requests_for([[1]] * 3), drafts, policy.keep) == drafts
-    np.testing.assert_equal(policy.calls, [([10, 11], 0, [0.5, np.nan]), ([10, 11], 1, [0.5, np.nan]), ([10], 2, [0.5])])
+    np.testing.assert_equal(policy.calls, [([10, 11], 0, [0.5, np.nan]), ([10], 1, [0.5])])
 
 
 def test_a_stopped_draft_is_not_asked_about_again() -> None:
     policy = Recorder(lambda seq_id, position: seq_id != 10 or position != 1)
     kept = apply_keep(requests_for([[1]] * 2), drafts_of(4, 4), policy.keep)
-    assert [len(draft) for draft in kept] == [1, 4]
-    assert [seq_ids for seq_ids, _, _ in policy.calls] == [[10, 11], [10, 11], [11], [11]]
+    assert [len(draft) for draft in kept] == [2, 4]
+    assert [seq_ids for seq_ids, _, _ in policy.calls] == [[10, 11], [10, 11], [11]]
 
 
 def test_the_base_hook_costs_nothing_and_any_other_is_called() -> None:
@@ -159,8 +161,8 @@ def test_the_base_hook_costs_nothing_and_any_other_is_called() -> None:
         def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> Bools:
             return super().keep(seq_ids, position, confidence) & (position < 1)
 
-    assert [len(d) for d in apply_keep(requests_for([[1]]), drafts, Own().keep)] == [1]
-    assert [len(d) for d in apply_keep(requests_for([[1]]), drafts, lambda ids, position, _: np.array([position < 2]))] == [2]
+    assert [len(d) for d in apply_keep(requests_for([[1]]), drafts, Own().keep)] == [2]
+    assert [len(d) for d in apply_keep(requests_for([[1]]), drafts, lambda ids, position, _: np.array([position < 0]))] == [1]
     assert Static.keep is Policy.keep
 
 

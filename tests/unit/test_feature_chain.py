@@ -242,7 +242,7 @@ def test_the_policy_stops_position_by_position(network: FeatureNetwork, target: 
     found = chain.propose([text.request(seq_id, 30) for seq_id, text in enumerate(texts)], keep)
     for draft, full in zip(found, whole, strict=True):
         sure = np.array(full.confidence) >= limit - 1e-6
-        assert same(draft, full.truncated(K if sure.all() else int(sure.argmin())))
+        assert same(draft, full.truncated(K if sure.all() else int(sure.argmin()) + 1))
     assert asked[0] == (0, [0, 1, 2])
     for (position, seq_ids), (before, earlier) in zip(asked[1:], asked, strict=False):
         assert position == before + 1

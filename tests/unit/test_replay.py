@@ -179,7 +179,7 @@ class Curious(Policy):
         return {seq.seq_id: Choice("ngram", 4) for seq in view.sequences if seq.decoding and seq.seq_id == 2}
 
     def keep(self, seq_ids: Any, position: int, confidence: Any) -> Any:
-        return np.full(len(seq_ids), position < 3)
+        return np.full(len(seq_ids), position < 2)
 
     def select(self, drafts: Any, view: BatchView) -> Mapping[int, int]:
         return {draft.seq_id: 2 for draft in drafts}

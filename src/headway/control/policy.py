@@ -117,7 +117,9 @@ class Policy(ABC):
         return {}
 
     def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """While drafting: which of these sequences should go on and draft `position` (0-based)?
+        """While drafting: which of these sequences should go on behind `position` (0-based)?
+
+        The token at `position` is drafted already: what it is drawn from had to be computed to know this confidence.
 
         confidence  [n] the drafter's prefix-only confidence at that position, NaN when it has none
         """

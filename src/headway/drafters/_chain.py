@@ -91,7 +91,8 @@ def draft_chain(
     head           estimates confidence from the state; None: it is the largest probability
     deterministic  the likeliest tokens for requests that sample, too
 
-    Both kinds of confidence depend on the prefix alone; the policy sees the confidence before the token is chosen.
+    Both kinds of confidence depend on the prefix alone. The policy is asked where a further pass would follow: what this one has predicted
+    is paid for and drafted.
     """
     listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
     choose = _Chooser(requests, sampler, target_ids, deterministic)
@@ -102,20 +103,20 @@ def draft_chain(
     while len(going):
         for prediction in following:
             confidence = _confidence(prediction) if head is None else head(prediction.state).cpu().numpy()
-            if listens:
-                kept = keep([requests[i].seq_id for i in going.tolist()], position, confidence.astype(np.float64))
-                going, confidence, prediction = _subset(kept, going, confidence, prediction)
             tokens = choose(going.tolist(), prediction)
             for i, sure in zip(going.tolist(), confidence.tolist(), strict=True):
                 confidences[i].append(sure)
             position += 1
         more = ks[going] > position
+        if listens and more.any():
+            more[more] = keep([requests[i].seq_id for i in going[more].tolist()], position - 1, confidence[more].astype(np.float64))
+        state = prediction.state
         if not more.all():
-            tokens = tokens[torch.from_numpy(more).to(tokens.device)]
-            going, confidence, prediction = _subset(more, going, confidence, prediction)
+            where = torch.from_numpy(np.flatnonzero(more)).to(tokens.device)
+            going, tokens, state = going[more], tokens[where], state[where]
         if len(going):
             num = 1 if listens or head is not None or not choose.plain else int(ks[going].min()) - position
-            following = advance(going.tolist(), tokens, prediction.state, position - 1, num)
+            following = advance(going.tolist(), tokens, state, position - 1, num)
     return choose.drafts(confidences)
 
 
@@ -168,13 +169,3 @@ def _confidence(prediction: Prediction) -> NDArray[np.float32]:
     logits = prediction.logits.float()
     found: NDArray[np.float32] = (logits.amax(-1) - logits.logsumexp(-1)).exp().cpu().numpy()
     return found
-
-
-def _subset(
-    mask: NDArray[np.bool_], going: NDArray[np.int64], confidence: NDArray[np.float32], prediction: Prediction
-) -> tuple[NDArray[np.int64], NDArray[np.float32], Prediction]:
-    if mask.all():
-        return going, confidence, prediction
-    where = torch.from_numpy(np.flatnonzero(mask)).to(prediction.logits.device)
-    best = None if prediction.best is None else prediction.best[where]
-    return going[mask], confidence[mask], Prediction(prediction.logits[where], prediction.state[where], best, confidence[mask])

@@ -174,12 +174,9 @@ class ChainDrafter(Drafter):
         rows = {id(chain): iter(part) for chain, part in zip(chains, hidden, strict=True)}
         on = []
         while going:
-            asked = self._kept(going, torch.stack([next(rows[id(chain)]) for chain in going]), keep)
+            kept = self._draft(going, torch.stack([next(rows[id(chain)]) for chain in going]), keep)
             going = []
-            for chain in asked:
-                if len(chain.tokens) >= chain.k:
-                    chain.start += len(chain.unread) - chain.num_guesses
-                    continue
+            for chain in kept:
                 guess = chain.unread[-chain.num_guesses] if chain.num_guesses else None
                 if guess == chain.tokens[-1]:
                     chain.num_guesses -= 1
@@ -190,17 +187,11 @@ class ChainDrafter(Drafter):
                     on.append(chain)
         return on
 
-    def _kept(self, chains: list[Chain], hidden: Tensor, keep: Keep) -> list[Chain]:
-        """One more draft token for each chain that the policy wants to go on; the others end here."""
+    def _draft(self, chains: list[Chain], hidden: Tensor, keep: Keep) -> list[Chain]:
+        """One more draft token for each chain; returns those that are to go on, the others end here."""
         logits = self.logits(hidden)
         sure = self.confidence(hidden, logits).double().cpu().numpy()
-        going = np.ones(len(chains), dtype=np.bool_)
-        if keep is not keep_all:
-            for position, members in _by_position(chains):
-                going[members] = keep([chains[i].request.seq_id for i in members], position, sure[members])
-        for i in np.flatnonzero(~going).tolist():
-            chains[i].start += len(chains[i].unread) - chains[i].num_guesses
-        for part in self._drawn(chains, np.flatnonzero(going)):
+        for part in self._drawn(chains):
             chosen = [chains[i] for i in part]
             scores = logits if len(part) == len(chains) else logits[torch.tensor(part, device=logits.device)]
             requests, drafted = [chain.request for chain in chosen], [chain.tokens for chain in chosen]
@@ -214,12 +205,18 @@ class ChainDrafter(Drafter):
                 chain.confidence.append(float(sure[i]))
                 if probs is not None:
                     chain.probs.append(probs[row])
+        going = np.array([len(chain.tokens) < chain.k for chain in chains])
+        if keep is not keep_all:
+            for position, members in _by_position(chains, np.flatnonzero(going)):
+                going[members] = keep([chains[i].request.seq_id for i in members], position, sure[members])
+        for i in np.flatnonzero(~going).tolist():
+            chains[i].start += len(chains[i].unread) - chains[i].num_guesses
         return [chain for chain, goes in zip(chains, going.tolist(), strict=True) if goes]
 
-    def _drawn(self, chains: list[Chain], going: np.ndarray) -> Iterator[list[int]]:
+    def _drawn(self, chains: list[Chain]) -> Iterator[list[int]]:
         """Which chains get their tokens together: those drafted greedily, and those that sample."""
-        greedy = [i for i in going.tolist() if self.deterministic or chains[i].request.greedy]
-        yield from (part for part in (greedy, [i for i in going.tolist() if i not in set(greedy)]) if part)
+        greedy = [i for i, chain in enumerate(chains) if self.deterministic or chain.request.greedy]
+        yield from (part for part in (greedy, [i for i in range(len(chains)) if i not in set(greedy)]) if part)
 
     def _guess(self, chains: list[Chain]) -> None:
         """Lets the helper guess what the network will draft next."""
@@ -240,9 +237,9 @@ class ChainDrafter(Drafter):
             chain.num_guesses = len(guesses)
 
 
-def _by_position(chains: Sequence[Chain]) -> list[tuple[int, list[int]]]:
-    """(position to be drafted, chains that are there), in order."""
+def _by_position(chains: Sequence[Chain], going: np.ndarray) -> list[tuple[int, list[int]]]:
+    """(position drafted last, those of the chains `going` that are there), in order."""
     found: dict[int, list[int]] = {}
-    for i, chain in enumerate(chains):
-        found.setdefault(len(chain.tokens), []).append(i)
+    for i in going.tolist():
+        found.setdefault(len(chains[i].tokens) - 1, []).append(i)
     return sorted(found.items())

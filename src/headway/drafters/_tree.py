@@ -7,7 +7,7 @@ prefix, for requests that sample, too: the target's own token either is among a 
 
 With `draft_sample_method` "probabilistic", requests that sample get children that are drawn from the network's distribution, without
 replacement. Then nothing may be dropped for what was drawn: how many children a node gets is settled before, by what its likeliest ones
-would be worth, level by level within equal shares of the room; only which nodes are continued depends on what they are.
+would be worth; only which nodes are continued depends on what they are.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def draft_trees(
 ) -> list[Draft]:
     """One tree per request. `prediction` is that of the first level.
 
-    The policy is asked level by level; the confidence it sees is P(some node of the level is accepted | one of those continued was).
+    The policy is asked level by level whether to go on; the confidence it sees is P(some node of the level is accepted | one of those
+    continued was).
     """
     grower = _Grower(requests, sampler, target_ids, options)
     listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
@@ -161,12 +162,12 @@ def draft_trees(
     for depth in range(int(ks.max())):
         width = values.shape[1]
         tokens, probs = grower.candidates(going, prediction.logits, width)
-        rows = list(range(len(going)))
-        if listens:
-            confidence = (values[:, :, None] * probs).sum((1, 2)) / np.maximum(values.sum(1), 1e-300)
-            rows = np.flatnonzero(keep([requests[i].seq_id for i in going], depth, np.minimum(confidence, 1.0))).tolist()
-        found = grower.grow([(row, going[row]) for row in rows], prediction.logits, tokens, probs, values, depth)
-        on = [row for row in rows if ks[going[row]] > depth + 1 and len(found[row][0]) == topk and found[row][1].any()]
+        found = grower.grow(list(enumerate(going)), prediction.logits, tokens, probs, values, depth)
+        on = [row for row, i in enumerate(going) if ks[i] > depth + 1 and len(found[row][0]) == topk and found[row][1].any()]
+        if listens and on:
+            confidence = (values[on, :, None] * probs[on]).sum((1, 2)) / np.maximum(values[on].sum(1), 1e-300)
+            kept = keep([requests[going[row]].seq_id for row in on], depth, np.minimum(confidence, 1.0))
+            on = [row for row, goes in zip(on, kept.tolist(), strict=True) if goes]
         if not on:
             break
         above = torch.from_numpy(np.concatenate([row * width + found[row][0] for row in on])).to(device)
@@ -215,7 +216,7 @@ class _Grower:
         self, rows: list[tuple[int, int]], logits: Tensor, probs: FloatArray, values: FloatArray, depth: int
     ) -> dict[int, _Frontier]:
         width, topk = values.shape[1], self.options.topk
-        shares = [self._shares(i, values[row][:, None] * probs[row], depth) for row, i in rows]
+        shares = [self._shares(i, values[row], probs[row], depth) for row, i in rows]
         nodes: list[int] = []       # rows of `logits`
         counts: list[int] = []      # how many children each gets
         firsts: list[int] = []      # and which number draws its first one
@@ -251,13 +252,18 @@ class _Grower:
         likely: FloatArray = probs[above, tokens].double().cpu().numpy()
         return tokens, likely, [probs[node] for node in above]
 
-    def _shares(self, i: int, expected: FloatArray, depth: int) -> IntArray:
-        """[width] how many children each node gets: this level's share of the room goes where the likeliest tokens would be worth most."""
+    def _shares(self, i: int, values: FloatArray, probs: FloatArray, depth: int) -> IntArray:
+        """[width] how many children each node gets. Of the room that is left this level has what lies on it of the best tree, if the
+        nodes below had children as likely as these have on average."""
         left = self.room[i] - sum(q is not None for q in self.pools[i].probs)
-        share = min(left, max(self.options.topk, left // (self.requests[i].k - depth)))
-        best = np.argsort(-expected, axis=None, kind="stable")[: max(0, share)]
-        best = best[expected.ravel()[best] > 0.0]
-        shares: IntArray = np.bincount(best // expected.shape[1], minlength=len(expected))
+        here = level = (values[:, None] * probs).ravel()
+        worth = [here]
+        for _ in range(self.requests[i].k - depth - 1):
+            level = (np.sort(level)[: -1 - self.options.topk : -1, None] * (values @ probs / values.sum())).ravel()
+            worth.append(level)
+        best = np.argsort(-np.concatenate(worth), kind="stable")[:left]
+        best = best[best < len(here)]
+        shares: IntArray = np.bincount(best[here[best] > 0.0] // probs.shape[1], minlength=len(values))
         return shares
 
     def drafts(self) -> list[Draft]:

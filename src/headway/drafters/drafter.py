@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.models.decoder import Decoder
 
 Keep = Callable[[Sequence[int], int, NDArray[np.float64]], NDArray[np.bool_]]
-"""`Policy.keep`: (seq_ids, position, confidence [n]) -> which go on drafting at that position."""
+"""`Policy.keep`: (seq_ids, position, confidence [n]) -> which go on drafting behind that position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,19 +190,19 @@ def keep_all(seq_ids: Sequence[int], position: int, confidence: NDArray[np.float
 
 def apply_keep(requests: Sequence[DraftRequest], drafts: list[Draft], keep: Keep) -> list[Draft]:
     """Trims drafts that were made in one go (ngram, suffix) where the policy would have stopped: position by position it is
-    asked about the drafts that reach there and were kept so far."""
+    asked about the drafts that go on behind it and were kept so far."""
     if keep is keep_all or getattr(keep, "__func__", None) is Policy.keep:
         return drafts
     lengths = np.array([len(draft.tokens) for draft in drafts], dtype=np.int64)
-    kept = np.zeros_like(lengths)
+    kept = np.minimum(lengths, 1)
     confidence = np.full((len(drafts), int(lengths.max(initial=0))), np.nan)
     for i, draft in enumerate(drafts):
         if draft.confidence is not None:
             confidence[i, : len(draft.confidence)] = draft.confidence
-    for position in range(confidence.shape[1]):
-        asked = np.flatnonzero((lengths > position) & (kept == position))
+    for position in range(confidence.shape[1] - 1):
+        asked = np.flatnonzero((lengths > position + 1) & (kept == position + 1))
         if len(asked) == 0:
             break
         going = keep([requests[i].seq_id for i in asked.tolist()], position, confidence[asked, position])
-        kept[asked[going]] = position + 1
+        kept[asked[going]] = position + 2
     return [draft.truncated(length) for draft, length in zip(drafts, kept.tolist(), strict=True)]

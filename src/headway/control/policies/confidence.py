@@ -1,8 +1,10 @@
 """Stop when a rejection has become likely: SpecDec++'s rule, with any drafter's confidence.
 
-A draft is continued, and verified, up to position j while
+A draft goes on behind position j while
 
-    1 - product of confidence_i over i <= j   <=   rejection_threshold        the first position always
+    1 - product of confidence_i over i <= j   <=   rejection_threshold
+
+and the token at which it stops is verified with the others: its confidence became known with all there is to draft it.
 
 The confidence of a position is the drafter's estimate that the target accepts it, made from the prefix before it (match length and
 counts for ngram and suffix, a trained head or the draft distribution's maximum for models), so the rule is lossless for sampled
@@ -48,7 +50,8 @@ class Confidence(Policy):
         so_far = np.array([self._product.get(seq_id, 1.0) for seq_id in seq_ids])
         product = so_far * np.where(np.isfinite(confidence), confidence, 1.0)
         self._product.update(zip(seq_ids, product.tolist(), strict=True))
-        return (product >= self._least - 1e-12) | (position == 0)
+        kept: NDArray[np.bool_] = product >= self._least - 1e-12
+        return kept
 
     def select(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, int]:
         return {draft.seq_id: self._length(draft) for draft in drafts}
@@ -61,5 +64,5 @@ class Confidence(Policy):
         for position, confidence in enumerate(draft.confidence or ()):
             product *= confidence if np.isfinite(confidence) else 1.0
             if product < self._least - 1e-12:
-                return max(1, position)
+                return position + 1
         return draft.length
