@@ -14,7 +14,7 @@ from headway.control.trace import read_trace
 from headway.errors import ConfigError
 from headway.vllm import compat
 from headway.vllm.build import Parts, build, refuse_data_parallel
-from headway.vllm.kept import LEAST_STEPS, path_of
+from headway.vllm.kept import LEAST_STEPS, SAVE_BUSY_S, SAVE_EVERY_S, path_of
 from headway.vllm.settings import Settings
 from tests.unit.test_vllm_pilot import Engine, Recorder, request
 
@@ -58,6 +58,15 @@ def test_drafters_that_must_draft_all(method: str, is_async: bool) -> None:
     assert parts.drafts_all
 
 
+def test_a_vllm_that_is_not_what_was_expected_does_without(caplog: pytest.LogCaptureFixture) -> None:
+    engine = scheduler(costs="off")
+    del engine.vllm_config.scheduler_config.async_scheduling
+    parts = build(engine, "0.40.0")
+    assert parts.pilot is None
+    assert (parts.counters.off, parts.counters.num_errors) == ("vLLM 0.40.0 is not what was expected: AttributeError", 1)
+    assert "async_scheduling" in caplog.text
+
+
 def test_a_wrong_setting_ends_the_start() -> None:
     with pytest.raises(ConfigError, match="policy"):
         built(polcy="static")
@@ -79,7 +88,7 @@ def test_what_was_learned_is_kept_between_starts(tmp_path: Path) -> None:
     parts.close()
     assert not path.exists(), "nothing was observed: nothing to keep"
     parts.kept.costs._target.num_observed = LEAST_STEPS
-    parts.rest()
+    parts.keep(idle=True)
     assert not path.exists(), "not so soon"
     parts.close()
     again = built(costs=str(path))
@@ -89,6 +98,22 @@ def test_what_was_learned_is_kept_between_starts(tmp_path: Path) -> None:
     for damaged in ("damaged", "[]", json.dumps(saved | {"costs": {}}), json.dumps(saved | {"learned": {"ngram": {"worth": "x"}}})):
         path.write_text(damaged)
         assert built(costs=str(path)).pilot is not None
+
+
+@pytest.mark.parametrize(("idle", "wait_s"), [(True, SAVE_EVERY_S), (False, SAVE_BUSY_S)])
+def test_it_is_saved_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: bool, wait_s: float) -> None:
+    now = [100.0]
+    monkeypatch.setattr("headway.vllm.kept.time", SimpleNamespace(monotonic=lambda: now[0]))
+    path = tmp_path / "costs.json"
+    parts = built(costs=str(path))
+    assert parts.kept is not None
+    parts.kept.costs._target.num_observed = LEAST_STEPS
+    now[0] += wait_s - 1.0
+    parts.keep(idle=idle)
+    assert not path.exists()
+    now[0] += 1.0
+    parts.keep(idle=idle)
+    assert path.exists()
 
 
 def test_a_file_per_model_and_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

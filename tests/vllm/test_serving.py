@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -104,7 +105,7 @@ def test_top_shows_what_speculation_does(server: Server) -> None:
         assert expected in shown.stdout, shown.stdout
 
 
-def test_the_trace_can_be_replayed(server: Server, trace_path: Path) -> None:
+def test_the_trace_can_be_replayed_and_tuned_from(server: Server, trace_path: Path) -> None:
     server.complete(f"{ORIGINAL}{ORIGINAL}", max_tokens=48)
     server.settled()
     recorded = read_trace(trace_path)
@@ -114,9 +115,11 @@ def test_the_trace_can_be_replayed(server: Server, trace_path: Path) -> None:
     assert verified
     assert all(0 <= seq.num_accepted <= seq.num_drafts <= seq.num_proposed <= seq.k <= 8 for seq in verified)
     assert all(step.feedback.step_ms > 0.0 for step in recorded.steps)
-    words = [sys.executable, "-m", "headway.cli.main", "replay", str(trace_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    tuned = trace_path.with_name("tuned")
+    for words in (["replay", str(trace_path)], ["tune", "--trace", str(trace_path), "--output", str(tuned)]):
+        done = subprocess.run([sys.executable, "-m", "headway.cli.main", *words], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert json.loads((tuned / "vllm.json").read_text())["num_speculative_tokens_per_batch_size"]
 
 
 def test_what_vllm_reads_is_not_disturbed(server: Server) -> None:

@@ -39,10 +39,10 @@ class Parts:
         k = self.pilot.num_to_draft()
         return self.counters.max_k if self.drafts_all else k
 
-    def rest(self) -> None:
-        """The server has no work."""
+    def keep(self, *, idle: bool) -> None:
+        """Between two steps; `idle`: the server has no work."""
         if self.pilot is not None and self.kept is not None:
-            self.kept.rest(self.pilot.chooser.policy)
+            self.kept.save_now_and_then(self.pilot.chooser.policy, idle=idle)
 
     def close(self) -> None:
         if self.pilot is not None:
@@ -52,18 +52,31 @@ class Parts:
 
 
 def build(scheduler: Any, vllm_version: str) -> Parts:
-    """Raises ConfigError for settings that cannot work; what merely switches Headway off is logged."""
-    config = scheduler.vllm_config
+    """Raises ConfigError for settings that cannot work; whatever else is in the way switches Headway off and is logged."""
+    counters = Counters()
+    parts = Parts(counters, Sender(counters))
+    try:
+        _assemble(parts, scheduler, vllm_version)
+    except ConfigError:
+        raise
+    except Exception as error:
+        parts.pilot, counters.off = None, f"vLLM {vllm_version} is not what was expected: {type(error).__name__}"
+        counters.num_errors += 1
+        logger.exception("Headway is off: vLLM %s is not what was expected", vllm_version)
+    return parts
+
+
+def _assemble(parts: Parts, scheduler: Any, vllm_version: str) -> None:
+    config, counters = scheduler.vllm_config, parts.counters
     settings = Settings.parse(config.additional_config)
     spec = config.speculative_config
     method = str(spec.method) if spec else "none"
     name = settings.policy if isinstance(settings.policy, str) else str(settings.policy["name"])
-    counters = Counters(name, method, scheduler.num_spec_tokens)
-    parts = Parts(counters, Sender(counters))
+    counters.policy, counters.drafter, counters.max_k = name, method, scheduler.num_spec_tokens
     counters.off = _off(settings, spec)
     if counters.off:
         logger.warning("Headway is off: %s", counters.off)
-        return parts
+        return
     refuse_data_parallel(method, config.parallel_config.data_parallel_size)
     if not compat.is_tested(vllm_version):
         logger.warning("Headway was tested with vLLM %s; this is %s", " and ".join(compat.TESTED), vllm_version)
@@ -76,7 +89,6 @@ def build(scheduler: Any, vllm_version: str) -> Parts:
         "Headway %s chooses k <= %d for each request and step (%s over %s, %d steps of cost data)",
         __version__, scheduler.num_spec_tokens, name, method, parts.kept.costs.num_observed,
     )  # fmt: skip
-    return parts
 
 
 def _chooser(settings: Settings, method: str, max_k: int, kept: Kept) -> Chooser:

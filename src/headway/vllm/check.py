@@ -216,7 +216,8 @@ def _graphs(f: Facts) -> Iterator[Finding]:
             f"give every k once: \"num_speculative_tokens_per_batch_size\": {k_table(f.max_k)}",
         )  # fmt: skip
     if f.adaptive:
-        yield Finding(OK, "adaptive verification", "vLLM captures graphs for mixed lengths and keeps to what Headway allows")
+        why = "vLLM trims within what Headway allows; what it trims counts as rejected, in vLLM's metrics and in Headway's"
+        yield Finding(OK, "adaptive verification", why)
     elif f.cudagraphs == "FULL_DECODE_ONLY":
         why = "steps whose requests have different lengths run eagerly; use FULL_AND_PIECEWISE"
         yield Finding(WARNING, "cudagraph_mode FULL_DECODE_ONLY", why)

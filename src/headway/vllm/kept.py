@@ -21,7 +21,8 @@ from headway.vllm.settings import Settings
 logger = logging.getLogger("vllm.headway")
 
 LEAST_STEPS = 200     # observed, before they are worth a file
-SAVE_EVERY_S = 60.0
+SAVE_EVERY_S = 60.0   # while the server has no work
+SAVE_BUSY_S = 600.0   # while it has: a server that never rests may be killed, too
 
 
 class Kept:
@@ -33,9 +34,8 @@ class Kept:
         self._num_saved = self.costs.num_observed
         self._saved_at = time.monotonic()
 
-    def rest(self, policy: Policy) -> None:
-        """The server has no work: time to save, now and then."""
-        if time.monotonic() - self._saved_at >= SAVE_EVERY_S:
+    def save_now_and_then(self, policy: Policy, *, idle: bool) -> None:
+        if time.monotonic() - self._saved_at >= (SAVE_EVERY_S if idle else SAVE_BUSY_S):
             self.save(policy)
 
     def save(self, policy: Policy) -> None:

@@ -87,27 +87,28 @@ class Pilot:
             return
         if self._mark is None:
             self._mark = self._clock()
-        held = [request for request in scheduler.running if request.spec_token_ids]
-        drafts = {self._of(request).seq_id: self._draft(request) for request in held}
+        running = [(request, self._of(request)) for request in scheduler.running]
+        held = [(request, tracked) for request, tracked in running if request.spec_token_ids]
+        drafts = {tracked.seq_id: self._draft(request, tracked) for request, tracked in held}
         if any(flight.decision for flight in self._flights):   # pipeline parallel: another batch is under way
             usual = max(self._lengths.values(), default=0)
             lengths = {seq_id: min(self._lengths.get(seq_id, usual), len(draft)) for seq_id, draft in drafts.items()}
         else:
-            views = [self._view(request) for request in itertools.chain(scheduler.running, self._to_admit())]
+            views = [self._view(request, tracked) for request, tracked in running]
+            views += [self._view(request, self._of(request)) for request in self._to_admit()]
             self._decision = self.chooser.trim(views, drafts, self._load(), drafted=self._drafted)
             self._lengths = lengths = self._decision.lengths
-            tracked = [self._of(request) for request in scheduler.running]
-            self.chooser.shadow(self._decision, {item.seq_id: item for item in tracked}, drafts)
-        for request in held:
-            request.spec_token_ids = list(request.spec_token_ids[: lengths.get(self._of(request).seq_id, 0)])
+            self.chooser.shadow(self._decision, {tracked.seq_id: tracked for _, tracked in running}, drafts)
+        for request, tracked in held:
+            request.spec_token_ids = request.spec_token_ids[: lengths.get(tracked.seq_id, 0)]   # a plain list, whatever it was
 
     def place(self, output: Any) -> Callable[[], None]:
         """Sets the number of drafts to make in `output`; what it returns gives each request its placeholders, after vLLM did."""
         scheduler = self._scheduler
         requests = [scheduler.requests[req_id] for req_id in output.num_scheduled_tokens]
         ending = [request for request in requests if self._writes(request, output.num_scheduled_tokens[request.request_id])]
-        views = [self._view(request, decoding=True) for request in ending]
-        views += [self._view(request) for request in self._to_admit()]
+        views = [self._view(request, self._of(request), decoding=True) for request in ending]
+        views += [self._view(request, self._of(request)) for request in self._to_admit()]
         decision, is_new = self.chooser.place(views, self._load())
         self._decision = decision if is_new else None
         output.num_spec_tokens_to_schedule = max(decision.lengths.values(), default=0)
@@ -198,19 +199,19 @@ class Pilot:
             self._requests[request.request_id] = found
         return found
 
-    def _view(self, request: Any, decoding: bool | None = None) -> SequenceView:
-        tracked, params = self._of(request), request.sampling_params
+    def _view(self, request: Any, tracked: _Request, decoding: bool | None = None) -> SequenceView:
+        params = request.sampling_params
         placeholders = getattr(request, "num_output_placeholders", 0)
-        num_context = request.num_tokens + placeholders
+        num_context, num_output = request.num_tokens + placeholders, request.num_output_tokens + placeholders
         pending = max(1, num_context - request.num_computed_tokens)
         if decoding is None:
-            decoding = pending == 1 and request.num_output_tokens > 0
+            decoding = pending == 1 and num_output > 0
         return SequenceView(
             seq_id=tracked.seq_id,
             num_context=num_context,
-            num_output=request.num_output_tokens + placeholders,
+            num_output=num_output,
             decoding=decoding,
-            max_k=self._max_k(request, tracked.settings, placeholders) if decoding else 0,
+            max_k=self._max_k(request, tracked.settings, num_context, num_output) if decoding else 0,
             greedy=params is None or params.temperature < GREEDY,
             priority=request.priority,
             num_drafts=tracked.num_drafts,
@@ -219,14 +220,12 @@ class Pilot:
             tpot_slo_ms=tracked.settings.tpot_slo_ms,
         )
 
-    def _max_k(self, request: Any, settings: RequestSettings, placeholders: int) -> int:
+    def _max_k(self, request: Any, settings: RequestSettings, num_context: int, num_output: int) -> int:
         """What the request, its remaining tokens and the context limit allow."""
         if not settings.enabled:
             return 0
         most = self.chooser.max_k if settings.max_tokens is None else min(self.chooser.max_k, settings.max_tokens)
-        remaining = request.max_tokens - request.num_output_tokens - placeholders - 1
-        room = self._scheduler.max_model_len - request.num_tokens - placeholders - 1
-        return max(0, min(most, int(remaining), int(room)))
+        return max(0, min(most, int(request.max_tokens) - num_output - 1, int(self._scheduler.max_model_len) - num_context - 1))
 
     def _to_admit(self) -> Iterable[Any]:
         """Waiting requests that the step to come has room for: their prompts are part of its price."""
@@ -244,12 +243,11 @@ class Pilot:
             len(scheduler.waiting), scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), scheduler.max_num_scheduled_tokens
         )
 
-    def _draft(self, request: Any) -> Draft:
+    def _draft(self, request: Any, tracked: _Request) -> Draft:
         """Its confidence is the proposer's (`ScoredDraft`) or, of a copy, what the text says."""
         tokens = request.spec_token_ids
         confidence: Sequence[float] | None = getattr(tokens, "confidence", None)
         if self._copies:
-            tracked = self._of(request)
             tracked.history = tracked.history or History(request.all_token_ids)
             confidence = tracked.history.confidence(tokens)
         return Draft(list(tokens), confidence=list(confidence[: len(tokens)]) if confidence else None)

@@ -40,7 +40,7 @@ class _Hooks:
         self._parts: Parts = build(self, vllm_version)
         self._pilot = self._parts.pilot
         if self._pilot is not None:
-            self._vllm_lookup = self.dynamic_sd_lookup
+            self._vllm_lookup = getattr(self, "dynamic_sd_lookup", None)
             self.dynamic_sd_lookup: Any = _Lookup(self._num_to_draft)
 
     def _guarded(self, call: Callable[..., Any], *args: Any, default: Any = None, **kwargs: Any) -> Any:
@@ -76,8 +76,7 @@ class _Hooks:
         else:
             self._parts.counters.num_fallback_steps += 1
         idle = not self.has_unfinished_requests()  # type: ignore[attr-defined]
-        if idle:
-            self._guarded(self._parts.rest)
+        self._guarded(self._parts.keep, idle=idle)
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         self._parts.sender.attach(stats, idle=idle)
         return stats
