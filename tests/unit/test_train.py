@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from headway.config import EngineConfig
 from headway.drafters._eagle_network import load_eagle
@@ -25,9 +26,9 @@ from headway.train.data import Text, TextFile, read_texts
 from headway.train.eagle3 import Eagle3Head, HeadShape
 from headway.train.export import draft_vocabulary, write_speculator
 from headway.train.features import Features, compute
+from headway.train.initial import check_init, new_head
 from headway.train.loop import Progress, Trainer, TrainingError
 from headway.train.options import LOSSES, TrainOptions
-from headway.train.run import new_head
 from tests.tiny import tiny_model_dir
 
 STEPS = 3
@@ -302,6 +303,40 @@ def test_the_draft_vocabulary_is_the_most_frequent() -> None:
     assert draft_vocabulary(counts, 99).tolist() == list(range(6))
 
 
+def test_an_earlier_speculator_is_gone_on_from(target: Decoder, texts: list[Text], tmp_path: Path) -> None:
+    trainer = make_trainer(target, texts, tmp_path / "first")
+    trainer.run(3, lambda _: None)
+    old = trainer.head
+    write_speculator(tmp_path / "old", old, target, name="tiny", num_speculative_tokens=3, dtype=torch.float32)
+    ids = torch.cat([old.target_ids[10:], torch.tensor([token for token in range(320) if token not in old.target_ids][:4])]).sort().values
+    shape = HeadShape.of(target.config, len(ids))
+    head, fresh = new_head(shape, target, ids, 7, str(tmp_path / "old")), new_head(shape, target, ids, 7)
+    before, after, random = old.state_dict(), head.state_dict(), fresh.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before if name != "lm_head.weight")
+    known = {token: row for row, token in enumerate(old.target_ids.tolist())}
+    for row, token in enumerate(ids.tolist()):
+        source = before["lm_head.weight"][known[token]] if token in known else random["lm_head.weight"][row]
+        assert torch.equal(after["lm_head.weight"][row], source)
+
+
+def test_what_cannot_be_gone_on_from_is_named(target: Decoder, texts: list[Text], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
+        check_init(str(tmp_path))
+    trainer = make_trainer(target, texts, tmp_path / "first")
+    ids = trainer.head.target_ids
+    write_speculator(tmp_path / "old", trainer.head, target, name="tiny", num_speculative_tokens=3)
+    path = tmp_path / "old" / "model.safetensors"
+    state = load_file(path)
+    cut = {name: state[name][:3].clone() for name in ("fc.weight", "lm_head.weight")}
+    for name, broken in (*cut.items(), ("d2t", None)):
+        save_file({key: value for key, value in {**state, name: broken}.items() if value is not None}, path)
+        with pytest.raises(ConfigError, match=name):
+            new_head(trainer.head.shape, target, ids, 0, str(tmp_path / "old"))
+    path.write_bytes(b"not a file of tensors")
+    with pytest.raises(ConfigError, match="cannot read"):
+        new_head(trainer.head.shape, target, ids, 0, str(tmp_path / "old"))
+
+
 @pytest.fixture(scope="module")
 def engine(target: Decoder) -> Engine:
     return Engine(EngineConfig(model=str(target.directory), dtype="float32", device="cpu", max_num_seqs=4))
@@ -340,10 +375,39 @@ def test_known_prompts_are_not_new(tmp_path: Path) -> None:
     assert not TextFile(tmp_path / "texts.jsonl", []).is_new([1, 2, 3])
 
 
+def test_most_turns_begin_with_an_opening_and_a_topic(engine: Engine) -> None:
+    turns = data.UserTurns(engine, 3)
+    begun = [turns.begin(index) for index in range(200)]
+    assert begun == [data.UserTurns(engine, 3).begin(index) for index in range(200)]
+    assert all(prompt[: len(turns.opened)] == turns.opened for prompt in begun)
+    plain = sum(prompt == turns.opened for prompt in begun)
+    assert 20 < plain < 80
+    assert len({tuple(prompt) for prompt in begun}) > 120
+    texts = [engine.tokenizer.decode(prompt[len(turns.opened) :]) for prompt in begun]
+    assert not any("{}" in text for text in texts)
+
+
+def test_a_turn_of_nothing_is_no_prompt(engine: Engine) -> None:
+    turns = data.UserTurns(engine, 3)
+    assert turns.end(turns.opened) == []
+    words = engine.tokenizer.encode("Tell me about the moon", add_special_tokens=False)
+    assert engine.tokenizer.decode(turns.end(turns.opened + words)) == engine.tokenizer.decode(
+        engine.tokenizer.apply_chat_template([{"role": "user", "content": "Tell me about the moon"}])
+    )
+
+
+def test_long_answers_are_not_left_out_of_few(engine: Engine, tmp_path: Path) -> None:
+    """Whatever was begun is finished: of the answers to eight prompts those that end first are not the first three to be kept."""
+    prompts = [[*engine.tokenizer.encode(word, add_special_tokens=False), 5, 6, 7] for word in "abcdefgh"]
+    file = TextFile(tmp_path / "texts.jsonl", [])
+    write(engine, file, 3, prompts=iter(prompts), greedy=True)
+    assert {tuple(text.token_ids[: text.num_prompt]) for text in read_texts(file.path)} == {tuple(prompt) for prompt in prompts[:3]}
+
+
 def test_a_model_without_a_template_needs_data(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.tokenizer._hf, "chat_template", None)
     with pytest.raises(ConfigError, match="--data"):
-        data.opened_user_turn(engine)
+        data.UserTurns(engine, 0)
 
 
 def test_the_users_own_texts(engine: Engine, tmp_path: Path) -> None:

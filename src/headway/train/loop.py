@@ -180,7 +180,8 @@ class Trainer:
         with self._mixed():
             if self.options.on_policy > 0 and random.random() < self.options.on_policy:
                 batch = self._on_policy(batch, indices, random)
-            return objective.distances(self.head, batch, self.targets, self.loss, self.options.ttt_steps)[0]
+            offset = int(random.integers(1 << 16))
+            return objective.distances(self.head, batch, self.targets, self.loss, self.options.ttt_steps, offset)[0]
 
     def _on_policy(self, batch: Batch, indices: list[int], random: np.random.Generator) -> Batch:
         """Some tokens replaced by what the drafter would write there, and what the target then says: it learns behind its own mistakes

@@ -34,11 +34,14 @@ class Targets:
         return cls(target.embedding.clone(), rows.t().contiguous().clone())
 
 
-def distances(head: Eagle3Head, batch: Batch, targets: Targets, loss: Loss, num_steps: int) -> tuple[Tensor, Tensor]:
+def distances(
+    head: Eagle3Head, batch: Batch, targets: Targets, loss: Loss, num_steps: int, offset: int = 0
+) -> tuple[Tensor, Tensor]:
     """(sum over positions of the weighted distance, number of positions of the first step)
 
     Row i of step s predicts what the target's position i + 1 + s does. A position counts as much as the draft vocabulary covers of its
-    distribution: what is not in it cannot be learned.
+    distribution: what is not in it cannot be learned. Step s is judged at every (s + 1)-th position, from `offset` on, which stands for
+    the others: the output layer is half the work, and neighbours teach much the same.
     """
     learned = batch.learned()
     logits = F.linear(batch.last[learned], targets.output).float()
@@ -50,9 +53,11 @@ def distances(head: Eagle3Head, batch: Batch, targets: Targets, loss: Loss, num_
     total = torch.zeros((), device=learned.device)
     for step, x in enumerate(head.steps(batch.token_ids, batch.hidden, batch.lengths, targets.embedding, num_steps)):
         where = _ahead(index, 1 + step, -1)
-        rows = where[where >= 0]
-        log_q = F.log_softmax(head.lm_head(x[where >= 0]).float(), -1)
-        total = total + STEP_DECAY**step * (covered[rows] * loss(log_p[rows], log_q)).sum()
+        every = step + 1
+        judged = (where >= 0) & (torch.arange(where.shape[1], device=where.device) % every == offset % every)
+        rows = where[judged]
+        log_q = F.log_softmax(head.lm_head(x[judged]).float(), -1)
+        total = total + every * STEP_DECAY**step * (covered[rows] * loss(log_p[rows], log_q)).sum()
     return total, learned.sum()
 
 

@@ -12,16 +12,16 @@ import torch
 from headway.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
-from headway.models.decoder import Decoder
 from headway.train import card, data
 from headway.train.batches import collate
 from headway.train.data import Text, TextFile, read_texts
-from headway.train.eagle3 import Eagle3Head, HeadShape
+from headway.train.eagle3 import HeadShape
 from headway.train.export import draft_vocabulary, write_speculator
 from headway.train.features import Features
+from headway.train.initial import check_init, new_head
 from headway.train.live import NUM_DRAFTS, Live, accept_live
 from headway.train.loop import Trainer
-from headway.train.objective import Targets, mean_acceptance_length
+from headway.train.objective import mean_acceptance_length
 from headway.train.options import TrainOptions
 from headway.train.plan import Plan, check, interruptible, open_plan
 from headway.train.screen import Screen
@@ -41,6 +41,7 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
     run = out / "run"
     plan = open_plan(run, options)
     budget = options.minutes * 60.0
+    check_init(options.init)
     engine = Engine(EngineConfig(
         model=options.target, dtype=options.dtype, device=options.device, seed=options.seed, num_threads=options.num_threads,
     ), progress=True)  # fmt: skip
@@ -57,7 +58,7 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
         features = Features(target, shape.layers, texts, run, options.cache_bytes)
         with screen.bar("hidden states (tokens)", int(features.offsets[features.num_stored])) as advance:
             features.store(advance)
-        head = new_head(shape, target, ids, options.seed)
+        head = new_head(shape, target, ids, options.seed, options.init)
         batches = [collate(Features(target, shape.layers, held_out, run, 0).get([i]), options.ttt_steps) for i in range(len(held_out))]
         trainer = Trainer(head, target, texts, features, batches, options, run)
         trainer.load()
@@ -75,17 +76,6 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
     card.write(out, options, command, texts, trainer, rates, live, run / "log.jsonl")
     screen.say(f"acceptance on texts never trained on: {', '.join(f'{r:.2f}' for r in rates)}; length {mean_acceptance_length(rates):.2f}")
     return live
-
-
-def new_head(shape: HeadShape, target: Decoder, target_ids: torch.Tensor, seed: int) -> Eagle3Head:
-    """Random, but for what ends in words: final norm and output rows begin as the target's, the norm scaled to a mean of 1. As large as
-    the target's, it would make random features sure of themselves."""
-    torch.manual_seed(seed)
-    head = Eagle3Head(shape, target.config, target_ids.cpu())
-    with torch.no_grad():
-        head.lm_head.weight.copy_(Targets.of(target, target_ids).output.float())
-        head.norm.weight.copy_(target.norm.weight.float() / target.norm.weight.float().mean())
-    return head.to(target.device)
 
 
 def _write_texts(

@@ -1,0 +1,60 @@
+"""The weights training begins from: random ones with the target's words, or an earlier speculator's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from headway.errors import ConfigError
+from headway.models.decoder import Decoder
+from headway.train.eagle3 import Eagle3Head, HeadShape
+from headway.train.objective import Targets
+
+
+def new_head(shape: HeadShape, target: Decoder, target_ids: torch.Tensor, seed: int, init: str | None = None) -> Eagle3Head:
+    """Random, but for what ends in words: final norm and output rows begin as the target's, the norm scaled to a mean of 1. As large as
+    the target's, it would make random features sure of themselves.
+
+    init  a speculator's directory: its weights, and its output rows for the tokens that both draft vocabularies have
+    """
+    torch.manual_seed(seed)
+    head = Eagle3Head(shape, target.config, target_ids.cpu())
+    with torch.no_grad():
+        head.lm_head.weight.copy_(Targets.of(target, target_ids).output.float())
+        head.norm.weight.copy_(target.norm.weight.float() / target.norm.weight.float().mean())
+        if init is not None:
+            _copy(head, Path(init))
+    return head.to(target.device)
+
+
+def check_init(init: str | None) -> None:
+    """Raises ConfigError before hours of work when there is nothing to begin from."""
+    if init is not None and not (Path(init) / "model.safetensors").is_file():
+        raise ConfigError(f"--init {init} has no model.safetensors; accepted: a directory that `headway train eagle3` wrote")
+
+
+def _copy(head: Eagle3Head, directory: Path) -> None:
+    path = directory / "model.safetensors"
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    own = head.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items() if name != "lm_head.weight"}
+    for name in (*shapes, "lm_head.weight", "d2t"):
+        if name not in state:
+            raise ConfigError(f"{path} lacks {name!r}; accepted: a speculator that `headway train eagle3` wrote")
+    shapes["lm_head.weight"] = (len(state["d2t"]), head.shape.hidden_size)
+    wrong = next((name for name, shape in shapes.items() if tuple(state[name].shape) != shape), None)
+    if wrong is not None:
+        raise ConfigError(f"{path}: {wrong} is {list(state[wrong].shape)}, a speculator of this target has {list(shapes[wrong])}")
+    rows = {int(token): row for row, token in enumerate(torch.arange(len(state["d2t"])) + state["d2t"])}
+    pairs = [(row, rows[token]) for row, token in enumerate(head.target_ids.tolist()) if token in rows]
+    new, old = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
+    rest = shapes.keys() - {"lm_head.weight"}
+    for name in rest:
+        own[name].copy_(state[name])
+    own["lm_head.weight"][new] = state["lm_head.weight"][old].to(own["lm_head.weight"].dtype)
