@@ -281,6 +281,16 @@ def test_a_rollout_starts_everything_and_has_a_long_tail() -> None:
     assert Arrivals(LoadOptions(arrivals="rollout", output_len=10), 3).output_len(2) == 40
 
 
+def test_lengths_spread_around_their_mean_for_every_part_of_a_run() -> None:
+    load = LoadOptions(output_len=96, output_range_ratio=0.5)
+    lengths = [Arrivals(load, 64).output_len(index) for index in range(64)]
+    assert min(lengths) in range(48, 52)
+    assert max(lengths) in range(140, 145)
+    for start in range(0, 64, 8):
+        assert sum(lengths[start : start + 8]) / 8 == pytest.approx(96, rel=0.15)
+    assert str(load).endswith("48 to 144 tokens each")
+
+
 def test_poisson_gaps_have_the_rate_and_the_seed() -> None:
     arrivals = Arrivals(LoadOptions(request_rate=4.0, seed=1), 4000)
     due = [arrivals.due(index) or 0.0 for index in range(4000)]

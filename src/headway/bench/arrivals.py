@@ -4,6 +4,9 @@
     poisson   open loop: `request_rate` requests per second with exponential gaps, however many are in flight
     ramp      a day: the number in flight climbs from 1 to `concurrency` and falls back, as the prompts are used up
     rollout   a reinforcement-learning rollout: all start together, and every eighth writes four times as much as the others
+
+Requests that all write the same number of tokens start and end together, batch after batch: then one that is ahead of the others only waits
+for the slowest. `output_range_ratio` spreads the lengths, so that they come and go one by one, as people's do.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 PATTERNS = ("closed", "poisson", "ramp", "rollout")
 LONG_EVERY = 8
 LONG_FACTOR = 4
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0   # its multiples, modulo 1, are spread evenly however many there are
 
 
 class Arrivals:
@@ -37,7 +41,8 @@ class Arrivals:
     def output_len(self, index: int) -> int:
         """Tokens that request `index` writes."""
         is_long = self._load.arrivals == "rollout" and index % LONG_EVERY == min(LONG_EVERY, self._num_prompts) - 1
-        return self._load.output_len * (LONG_FACTOR if is_long else 1)
+        spread = 1.0 + self._load.output_range_ratio * (2.0 * ((index + 1) * _GOLDEN % 1.0) - 1.0)
+        return max(1, round(self._load.output_len * spread)) * (LONG_FACTOR if is_long else 1)
 
     def due(self, index: int) -> float | None:
         """When request `index` arrives; None where that depends on the requests before it."""

@@ -29,6 +29,7 @@ class LoadOptions:
     workload: str = option("code-edit", "code-edit, summarize, chat, reasoning, mixed, drift, random or jsonl:PATH")
     num_prompts: int = option(32, "requests to measure")
     output_len: int = option(128, "tokens to write per request")
+    output_range_ratio: float = option(0.0, "spread of the lengths: between output-len * (1 - ratio) and output-len * (1 + ratio), in [0, 1)")
     concurrency: int = option(8, "requests in flight (ramp: at its height)")
     arrivals: str = option(
         "closed", "when requests start: closed loop, poisson, ramp (up and down) or rollout (all at once, long tail)", choices=PATTERNS
@@ -45,6 +46,8 @@ class LoadOptions:
                 raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature must be a finite number >= 0, got {self.temperature}")
+        if not 0.0 <= self.output_range_ratio < 1.0:
+            raise ConfigError(f"output_range_ratio must be >= 0 and < 1, got {self.output_range_ratio}")
         if self.arrivals not in PATTERNS:
             raise ConfigError(unknown_key("arrivals", self.arrivals, PATTERNS))
         if self.request_rate is not None:
@@ -64,7 +67,11 @@ class LoadOptions:
             "ramp": f"1 to {self.concurrency} in flight and back",
             "rollout": f"{self.num_prompts} at once, every eighth four times as long",
         }
-        return f"{self.workload}, {pace[self.arrivals]}, {self.output_len} tokens each"
+        spread = f"{self.output_len} tokens each"
+        if self.output_range_ratio:
+            low, high = (round(self.output_len * (1.0 + sign * self.output_range_ratio)) for sign in (-1, 1))
+            spread = f"{low} to {high} tokens each"
+        return f"{self.workload}, {pace[self.arrivals]}, {spread}"
 
 
 @dataclass(slots=True)

@@ -57,7 +57,8 @@ class SweepOptions:
     static_k: str = option("1,2,4,8", "the N of DRAFTER-kN in the default configurations; the largest bounds the policies that adapt")
     batch_table: str = option("[[1,4,4],[5,16,2],[17,64,0]]", "num_speculative_tokens_per_batch_size of the configuration batch_table")
     num_prompts: int = option(0, "requests per run; 0: twice those in flight, at most 16 more than them and at least 4")
-    output_len: int = option(64, "tokens to write per request")
+    output_len: int = option(64, "tokens to write per request, on average")
+    output_range_ratio: float = option(0.5, "spread of the lengths: between output-len * (1 - ratio) and output-len * (1 + ratio), in [0, 1)")
     repeats: int = option(2, "blocks per cell, each with new prompts and in the opposite order")
     warmup: int = option(2, "requests before each run's clock starts; their prompts are not measured")
     seed: int = option(0, "chooses the prompts")
@@ -107,6 +108,7 @@ def cells(options: SweepOptions) -> list[Cell]:
 def _load(options: SweepOptions, workload: str, concurrency: int) -> LoadOptions:
     return LoadOptions(
         workload=workload, num_prompts=options.num_prompts or max(4, concurrency + min(concurrency, 16)), output_len=options.output_len,
+        output_range_ratio=options.output_range_ratio,
         concurrency=concurrency, seed=options.seed, temperature=options.temperature, warmup=options.warmup,
     )
 
