@@ -28,6 +28,13 @@ STEPS = 240
 Textures = Callable[[int, int], Mapping[str, Texture]]
 
 
+class Slow(Goodput):
+    """Its own time has a price."""
+
+    def observe(self, feedback: Feedback) -> None:
+        super().observe(dataclasses.replace(feedback, policy_ms=0.15))
+
+
 def always(texture: Texture) -> Textures:
     return lambda step, request: {"suffix": texture}
 
@@ -176,6 +183,22 @@ def test_drafting_that_does_not_pay_costs_almost_nothing() -> None:
     result = run(Goodput(), World(32, WORKLOADS["never"], drafters={"suffix": DrafterCost(0.05, 0.2)}), 500, keep=True)
     late = result.feedback[150:]
     assert sum(feedback.draft_ms for feedback in late) <= 0.015 * sum(feedback.step_ms for feedback in late)
+
+
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_copies_that_come_in_bursts_are_caught(num_requests: int) -> None:
+    """Each request copies for 25 steps now and then, and between the bursts nothing pays: then the mean says little."""
+    def textures(step: int, request: int) -> Mapping[str, Texture]:
+        begins = np.random.default_rng([request, step // 200]).integers(0, 250)
+        return {"suffix": Texture(hit=1.0, rate=0.97) if begins <= step % 200 < begins + 25 else Texture(hit=0.1, rate=0.2, length=1)}
+
+    world = World(num_requests, textures, drafters={"suffix": DrafterCost(0.02, 0.2)})
+    copying = [any(textures(step, request)["suffix"].hit == 1.0 for request in range(num_requests)) for step in range(1000)]
+    result = run(Slow(), world, 1000)
+    assert 0.05 < np.mean(copying) < 0.6
+    # Of the tokens that drafting everything writes beyond plain decoding.
+    assert (result.tokens - num_requests).sum() >= 0.65 * (run(Fixed(8), world, 1000).tokens - num_requests).sum()
+    assert result.rate() >= 0.95 * max(run(Fixed(k), world, 1000).rate() for k in (0, 8))
 
 
 # -- several drafters ---------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ FloatArray = NDArray[np.float64]
 
 FIRST_ASKS = 32          # asks of a new drafter, half of them in one step, before a whole large batch asks it
 KNOWN_ASKS = 16          # of one that was known in an earlier run
+FOUND_ASKS = 16          # of a request, after a probe that found something, that count as what the probe brought
+_MOST_SAVED = 10.0       # plain steps' time that can be saved up for probes that way
 _LONGEST_REST = 8        # steps between two decisions that count as time to earn probes
 _PRICED_STEPS = 8        # steps for which a price holds
 _LEAST_JUDGED = 12       # judged tokens that are waited for before the acceptance model learns, while it knows little
@@ -49,6 +51,7 @@ class Candidate:
         self._judged = _Judged()
         self._blindly_judged = _Judged()
         self._credit = 0.0                   # milliseconds that may go into probes
+        self._probe_ms = 0.0                 # what the last one was to cost
         self._probed_at = 0
         self._prices = (0.0, 0.0, 0.0)
         self._priced_at = -_PRICED_STEPS
@@ -81,11 +84,23 @@ class Candidate:
         price = fixed + each * num_others + per_unseen * num_unseen + deciding_ms
         elapsed = max(1, min(_LONGEST_REST, step - self._probed_at))
         self._probed_at = step
-        self._credit = min(self._credit + elapsed * income, 2.0 * price)
+        self._credit = max(self._credit, min(self._credit + elapsed * income, 2.0 * price))
+        self._probe_ms = price
         if num_others == 0 or self._credit < price or (self.account.off and step < self.account.until):
             return False
         self._credit -= price
         return True
+
+    def refund(self, ms: float, plain_ms: float) -> None:
+        """Asking where probes led to saved so much time, net of verification. What can be copied comes in bursts: where a probe has found
+        something the next ones find more, so they are paid for by what they bring, and together never cost more than that."""
+        if np.isfinite(ms):
+            self._credit = max(0.0, min(self._credit + ms, max(self._credit, _MOST_SAVED * plain_ms)))
+
+    @property
+    def is_rich(self) -> bool:
+        """Another probe is paid for already."""
+        return self._credit >= self._probe_ms > 0.0
 
     # -- acceptance -----------------------------------------------------------------------------------------------
 

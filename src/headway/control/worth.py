@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST = 1.0             # tokens, before anything is known
-_POOL_SHARE = 0.01      # of one more ask in the pool's mean, once it has 1 / _POOL_SHARE of them
+_POOL_SHARE = 0.003     # of one more ask in the pool's mean, once it has 1 / _POOL_SHARE of them
 _PROBED_SHARE = 0.03
 _OWN_SHARE = 0.08       # of one more ask in a request's mean, once it has 1 / _OWN_SHARE of them
 _PRIOR_ASKS = 3.0       # that the pool's mean counts for in a new request's
@@ -30,6 +30,7 @@ class Own:
     asks: float             # how many that is made of, the prior's included
     asked_at: int = -1      # step of the last ask; -1: never
     seen: int = 0           # known tokens at the last ask
+    found: int = 0          # asks to come that count as what a probe brought
 
 
 class Worth:

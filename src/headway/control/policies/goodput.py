@@ -13,14 +13,15 @@ Sampled drafts get their length from statistics known before they are drawn and 
 control/policy.py demands. Drafts that are a function of the prefix are trimmed after drafting, when their confidence is known.
 
 Exploration is paid from a bucket per drafter, together PROBE_SHARE of the time: requests it does not seem to pay for are
-tried again, all at once; where another drafter is at work, with a shadow draft that is not verified.
+tried again, all at once; where another drafter is at work, with a shadow draft that is not verified. What probes lead to is put back
+into the bucket, so that bursts of copied text pay for finding the next one.
 
 What is decided before drafting holds for HOLD_STEPS while the batch stays the same, and when nobody is worth asking nothing is decided
 for REST_STEPS. The policy's own time has a price, too: when all that asking would gain is less than that, nobody is asked. What is
 known of acceptance and worth outlives a run (`to_json`), as a first guess that the first requests test.
 
 The guard (control/guard.py) compares with a measured counterfactual. Guaranteed, while costs and acceptance change more slowly
-than it remembers (150 steps): time lost against plain decoding is at most about PROBE_SHARE for probes, plus TOLERANCE that
+than it remembers (150 steps): time lost against plain decoding is at most about PROBE_SHARE for probes (beyond what they bring), plus TOLERANCE that
 counts as noise, plus the policy's own time; and each time a workload turns against a drafter, the loss of the steps until its
 account shows it (20 to 150). Not guaranteed: anything against a workload that flips faster than that.
 """
@@ -36,7 +37,7 @@ from numpy.typing import NDArray
 
 from headway.config import option
 from headway.control.allocation import allocate, allocate_few
-from headway.control.candidate import Candidate, some
+from headway.control.candidate import FOUND_ASKS, Candidate, some
 from headway.control.guard import Mean, Plain
 from headway.control.policy import BatchView, DraftView, Policy, SequenceView, Setup
 from headway.control.worth import Own
@@ -181,6 +182,8 @@ class Goodput(Policy):
                 elif able[i].greedy or drafter.deterministic:
                     self._watch(drafter, able[i], step)
                 known[index][i].asked_at, known[index][i].seen = step.number, able[i].num_context
+            if drafter.is_rich:
+                self._rests_until = held.until = 0
 
     def _ask(
         self, drafter: Candidate, step: _Step, mine: list[int], able: list[SequenceView], known: list[Own],
@@ -416,8 +419,15 @@ class Goodput(Policy):
             price = step.rate * step.verify_ms
             for seq in some(feedback.sequences, feedback.step):
                 if (candidate := step.asked.get(seq.seq_id)) is not None and seq.seq_id not in step.hurried:
-                    gain = seq.num_accepted - price * seq.num_drafts
-                    candidate.worth.learn(seq.seq_id, gain, probed=seq.seq_id not in self._held.asked)
+                    gain, probed = seq.num_accepted - price * seq.num_drafts, seq.seq_id not in self._held.asked
+                    candidate.worth.learn(seq.seq_id, gain, probed=probed)
+                    own = candidate.worth.of(seq.seq_id)
+                    if probed and gain > 0.0:
+                        own.found = FOUND_ASKS
+                        self._rests_until = self._held.until = 0
+                    if probed or own.found > 0:
+                        own.found -= not probed
+                        candidate.refund(gain / step.rate, step.plain_ms)
 
     def _tell(self, drafter: Candidate, step: _Step) -> None:
         """Switches a drafter on again when its shadow drafts promise a profit; says when one begins or ceases to be asked."""
