@@ -184,6 +184,8 @@ class SpecDecodeMetrics:
     num_accepted_per_pos: list[int] = field(default_factory=list)
     num_steps_per_k: list[int] = field(default_factory=list)       # [k]: steps in which k drafts were verified
     acceptance_histogram: list[int] = field(default_factory=list)  # [i]: steps in which i drafts were accepted
+    compared_ms: float = 0.0         # that the steps took whose cost the policy forecast
+    plain_equivalent_ms: float = 0.0 # that plain decoding would have taken for their tokens
 
     def observe(self, num_drafts: int, num_accepted: int, depth: int | None = None) -> None:
         """One step of one sequence. `depth`: of a tree of `num_drafts` nodes; positions are depths."""
@@ -206,6 +208,12 @@ class SpecDecodeMetrics:
                 counts[position] += 1
         self.acceptance_histogram.extend([0] * (num_accepted + 1 - len(self.acceptance_histogram)))
         self.acceptance_histogram[num_accepted] += 1
+
+    def compare(self, step_ms: float, plain_ms: float, num_accepted: int) -> None:
+        """A step of `step_ms`, in which the sequence kept `num_accepted` drafts, where a plain one takes `plain_ms`."""
+        if 0.0 < step_ms < math.inf and 0.0 < plain_ms < math.inf:
+            self.compared_ms += step_ms
+            self.plain_equivalent_ms += plain_ms * (1 + num_accepted)
 
     def add(self, other: SpecDecodeMetrics) -> None:
         for spec in fields(self):
@@ -486,6 +494,8 @@ def vllm_metrics(stats: SpecDecodeMetrics) -> Mapping[str, Any]:
         "num_rejected_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
         "num_steps_per_k": list(stats.num_steps_per_k),
         "conditional_acceptance": [round(rate, 4) for rate in stats.conditional_acceptance],
+        "compared_ms": round(stats.compared_ms, 3),
+        "plain_equivalent_ms": round(stats.plain_equivalent_ms, 3),
     }
 
 

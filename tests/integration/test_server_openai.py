@@ -173,6 +173,7 @@ def test_speculation_is_counted_and_can_be_switched_off(server):
     assert on["choices"][0]["text"] == off["choices"][0]["text"] == capped["choices"][0]["text"]
     stats = on["metrics"]["speculative_decoding"]
     assert stats["num_draft_tokens"] > 0
+    assert stats["compared_ms"] == stats["plain_equivalent_ms"] == 0.0   # a static policy forecasts nothing
     details = on["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == stats["num_accepted_tokens"]
     assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] == stats["num_draft_tokens"]

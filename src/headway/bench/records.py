@@ -29,7 +29,7 @@ class LoadOptions:
     workload: str = option("code-edit", "code-edit, summarize, chat, reasoning, mixed, drift, random or jsonl:PATH")
     num_prompts: int = option(32, "requests to measure")
     output_len: int = option(128, "tokens to write per request")
-    output_range_ratio: float = option(0.0, "spread of the lengths: between output-len * (1 - ratio) and output-len * (1 + ratio), in [0, 1)")
+    output_range_ratio: float = option(0.0, "lengths spread between output-len * (1 - ratio) and output-len * (1 + ratio); in [0, 1)")
     concurrency: int = option(8, "requests in flight (ramp: at its height)")
     arrivals: str = option(
         "closed", "when requests start: closed loop, poisson, ramp (up and down) or rollout (all at once, long tail)", choices=PATTERNS

@@ -58,7 +58,7 @@ class SweepOptions:
     batch_table: str = option("[[1,4,4],[5,16,2],[17,64,0]]", "num_speculative_tokens_per_batch_size of the configuration batch_table")
     num_prompts: int = option(0, "requests per run; 0: twice those in flight, at most 16 more than them and at least 4")
     output_len: int = option(64, "tokens to write per request, on average")
-    output_range_ratio: float = option(0.5, "spread of the lengths: between output-len * (1 - ratio) and output-len * (1 + ratio), in [0, 1)")
+    output_range_ratio: float = option(0.5, "lengths spread between output-len * (1 - ratio) and output-len * (1 + ratio); in [0, 1)")
     repeats: int = option(2, "blocks per cell, each with new prompts and in the opposite order")
     warmup: int = option(2, "requests before each run's clock starts; their prompts are not measured")
     seed: int = option(0, "chooses the prompts")

@@ -184,6 +184,9 @@ class Engine:
             self.policy.observe(feedback)
             self._observe_s = time.perf_counter() - began
         self.metrics.observe_step(feedback, deltas, len(plan.preempted))
+        if feedback.forecast and feedback.num_prefill_tokens == 0:
+            for row, seq in zip(plan.rows, feedback.sequences, strict=True):
+                row.seq.stats.compare(feedback.step_ms, feedback.forecast.plain_ms, seq.num_accepted)
         if self.trace:
             self.trace.write(view, feedback)
         self._observe_load()

@@ -257,6 +257,8 @@ class SpeculativeDecoding(_Answer):
     num_rejected_tokens: int
     num_steps_per_k: list[int]
     conditional_acceptance: list[float]
+    compared_ms: float
+    plain_equivalent_ms: float
 
 
 class RequestMetrics(_Answer):

@@ -21,9 +21,9 @@ for REST_STEPS. The policy's own time has a price, too: when all that asking wou
 known of acceptance and worth outlives a run (`to_json`), as a first guess that the first requests test.
 
 The guard (control/guard.py) compares with a measured counterfactual. Guaranteed, while costs and acceptance change more slowly
-than it remembers (150 steps): time lost against plain decoding is at most about PROBE_SHARE for probes (beyond what they bring), plus TOLERANCE that
-counts as noise, plus the policy's own time; and each time a workload turns against a drafter, the loss of the steps until its
-account shows it (20 to 150). Not guaranteed: anything against a workload that flips faster than that.
+than it remembers (150 steps): time lost against plain decoding is at most about PROBE_SHARE for probes, beyond what they bring, plus
+TOLERANCE that counts as noise, plus the policy's own time; and each time a workload turns against a drafter, the loss of the steps until
+its account shows it (20 to 150). Not guaranteed: anything against a workload that flips faster than that.
 """
 
 from __future__ import annotations
@@ -425,9 +425,12 @@ class Goodput(Policy):
                     if probed and gain > 0.0:
                         own.found = FOUND_ASKS
                         self._rests_until = self._held.until = 0
-                    if probed or own.found > 0:
-                        own.found -= not probed
+                    if probed:   # `affords` has paid for it
                         candidate.refund(gain / step.rate, step.plain_ms)
+                    elif own.found > 0:
+                        own.found -= 1
+                        price_ms = candidate.prices(step.number)[1] + self._deciding.value / len(step.asked)
+                        candidate.refund(gain / step.rate - price_ms, step.plain_ms)
 
     def _tell(self, drafter: Candidate, step: _Step) -> None:
         """Switches a drafter on again when its shadow drafts promise a profit; says when one begins or ceases to be asked."""
