@@ -3,11 +3,11 @@
 A node's value is the product of the probabilities along its path: an estimate of P(the target writes the path). At each level the `topk`
 most valuable nodes are continued, each by its `topk` likeliest tokens; of all that were made the most valuable stay. A node is never
 worth more than its parent, so what stays is a tree, and so is every beginning of it in order of value. All of it is a function of the
-prefix, for requests that sample, too: the target's own token either is among a node's children or is not (`engine/verify.py`).
+prefix: the target's own token either is among a node's children or is not (`engine/verify.py`).
 
-With `draft_sample_method` "probabilistic", requests that sample get children that are drawn from the network's distribution, without
-replacement. Then nothing may be dropped for what was drawn: how many children a node gets is settled before, by what its likeliest ones
-would be worth; only which nodes are continued depends on what they are.
+Requests that sample get children that are drawn from the network's distribution, without replacement (with `draft_sample_method` "greedy",
+the likeliest, as above). Then nothing may be dropped for what was drawn: how many children a node gets is settled before, by what its
+likeliest ones would be worth; only which nodes are continued depends on what they are.
 """
 
 from __future__ import annotations
@@ -163,7 +163,10 @@ def draft_trees(
         width = values.shape[1]
         tokens, probs = grower.candidates(going, prediction.logits, width)
         found = grower.grow(list(enumerate(going)), prediction.logits, tokens, probs, values, depth)
-        on = [row for row, i in enumerate(going) if ks[i] > depth + 1 and len(found[row][0]) == topk and found[row][1].any()]
+        on = [
+            row for row, i in enumerate(going)
+            if ks[i] > depth + 1 and grower.left(i) > 0 and len(found[row][0]) == topk and found[row][1].any()
+        ]  # fmt: skip
         if listens and on:
             confidence = (values[on, :, None] * probs[on]).sum((1, 2)) / np.maximum(values[on].sum(1), 1e-300)
             kept = keep([requests[going[row]].seq_id for row in on], depth, np.minimum(confidence, 1.0))
@@ -196,6 +199,10 @@ class _Grower:
         self.paths = [self.pools[i].path(node) for i in going for node in self.pools[i].frontier]
         tokens, probs = self.sampler.candidates(logits, self.asked, self.paths, self.options.topk, self.target_ids)
         return tokens.reshape(len(going), width, -1), probs.reshape(len(going), width, -1)
+
+    def left(self, i: int) -> int:
+        """Nodes that request i may still get; where the best of all are taken in the end, there is always room."""
+        return self.room[i] - sum(q is not None for q in self.pools[i].probs)
 
     def grow(
         self, rows: list[tuple[int, int]], logits: Tensor, tokens: IntArray, probs: FloatArray, values: FloatArray, depth: int
@@ -255,13 +262,12 @@ class _Grower:
     def _shares(self, i: int, values: FloatArray, probs: FloatArray, depth: int) -> IntArray:
         """[width] how many children each node gets. Of the room that is left this level has what lies on it of the best tree, if the
         nodes below had children as likely as these have on average."""
-        left = self.room[i] - sum(q is not None for q in self.pools[i].probs)
         here = level = (values[:, None] * probs).ravel()
         worth = [here]
         for _ in range(self.requests[i].k - depth - 1):
             level = (np.sort(level)[: -1 - self.options.topk : -1, None] * (values @ probs / values.sum())).ravel()
             worth.append(level)
-        best = np.argsort(-np.concatenate(worth), kind="stable")[:left]
+        best = np.argsort(-np.concatenate(worth), kind="stable")[: self.left(i)]
         best = best[best < len(here)]
         shares: IntArray = np.bincount(best[here[best] > 0.0] // probs.shape[1], minlength=len(values))
         return shares
