@@ -162,6 +162,8 @@ Maker = Callable[..., Path]
     ("make", "config", "drop", "tensors", "message"),
     [
         (medusa_dir, {"hidden_size": 128}, "", {}, "hidden_size 128, the target's is 64"),
+        (medusa_dir, {"speculators_model_type": "eagle3"}, "", {}, "of type 'eagle3'; medusa reads"),
+        (mlp_speculator_dir, {"speculators_model_type": "eagle3"}, "", {}, "of type 'eagle3'; mlp_speculator reads"),
         (medusa_dir, {"vocab_size": 400}, "", {}, "vocab_size 400, the target's is 320"),
         (medusa_dir, {}, "1.1.weight", {}, "lack 1.1.weight"),
         (medusa_dir, {}, "", {"0.0.linear.weight": torch.zeros(64, 32)}, r"0.0.linear.weight has shape \(64, 32\), expected \(64, 64\)"),

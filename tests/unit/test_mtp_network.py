@@ -20,7 +20,7 @@ from headway.models.decoder import Decoder
 from headway.models.loader import load_model
 from headway.types import Request, SamplingParams
 from tests import speculators_reference
-from tests.heads import mtp_dir
+from tests.heads import eagle3_dir, mtp_dir
 from tests.speculators_reference import MTP_FIXTURE, inputs, make_mtp_directories
 from tests.tiny import tiny_model_dir
 
@@ -113,6 +113,11 @@ def test_errors_name_what_is_wrong(target: Decoder, tmp_path: Path, extra: dict[
     save_file({**load_file(directory / "model.safetensors"), **extra}, directory / "model.safetensors")
     with pytest.raises(ModelError, match=message):
         MTPFile(directory, target.config).load(target)
+
+
+def test_a_speculator_of_another_kind(target: Decoder, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="of type 'eagle3'; mtp reads: mtp"):
+        MTPFile(eagle3_dir(tmp_path / "eagle3", target.directory), target.config)
 
 
 def test_a_directory_without_a_module(target: Decoder) -> None:

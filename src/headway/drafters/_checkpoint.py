@@ -56,6 +56,12 @@ class Checkpoint:
             raise ModelError(f"{self.directory} has no weights. Accepted: *.safetensors, *.bin, *.pt")
         return found
 
+    def check_type(self, accepted: str | None, reads: str) -> None:
+        """Raises ModelError for a directory of the speculators package that is of another type; `reads`: what to give instead."""
+        kind = self.config.get("speculators_model_type")
+        if kind not in (None, accepted):
+            raise ModelError(f"{self.directory} is a speculator of type {kind!r}; {reads}")
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 

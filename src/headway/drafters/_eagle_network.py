@@ -34,10 +34,9 @@ class EagleFile(FeatureFile):
     def __init__(self, directory: Path, target: ModelConfig) -> None:
         self.checkpoint = Checkpoint(directory, prefixes=("model.",))
         config = self.checkpoint.config
-        kind = config.get("speculators_model_type")
-        if kind not in (None, "eagle3"):
-            raise ModelError(f"{directory} is a speculator of type {kind!r}; eagle reads: eagle3, and the EAGLE repository's layouts")
-        self.version_3 = kind == "eagle3" or "midlayer.self_attn.q_proj.weight" in self.checkpoint or "d2t" in self.checkpoint
+        self.checkpoint.check_type("eagle3", "eagle reads: eagle3, and the EAGLE repository's layouts")
+        of_version_3 = ("midlayer.self_attn.q_proj.weight", "d2t")
+        self.version_3 = config.get("speculators_model_type") is not None or any(name in self.checkpoint for name in of_version_3)
         layers = config.get("transformer_layer_config", config) if self.version_3 else config
         if not isinstance(layers, Mapping):
             raise ModelError(f"{directory / 'config.json'}: transformer_layer_config must be an object")

@@ -84,6 +84,7 @@ class MTPFile(FeatureFile):
 
     def __init__(self, directory: Path, target: ModelConfig) -> None:
         self.checkpoint = checkpoint = Checkpoint(directory)
+        checkpoint.check_type("mtp", "mtp reads: mtp, and modules that come with their target")
         whole = checkpoint.config
         config: Mapping[str, Any] = whole.get("transformer_layer_config") or whole.get("text_config") or whole
         first = target.num_layers

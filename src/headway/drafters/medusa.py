@@ -52,6 +52,7 @@ class MedusaFile:
 
     def __init__(self, directory: Path, target: ModelConfig) -> None:
         self.checkpoint = Checkpoint(directory, prefixes=("medusa_heads.", "medusa_head."))
+        self.checkpoint.check_type(None, "medusa reads heads of the Medusa repository, also converted ones")
         config, count = self.checkpoint.config, self.checkpoint.number
         for key, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
             if config.get(key, own) != own:

@@ -62,6 +62,7 @@ class MLPSpeculatorFile:
 
     def __init__(self, directory: Path, target: ModelConfig) -> None:
         self.checkpoint = Checkpoint(directory, prefixes=("speculator.",))
+        self.checkpoint.check_type(None, "mlp_speculator reads IBM's")
         count = self.checkpoint.number
         hidden, vocab = count("emb_dim"), count("vocab_size")
         if hidden != target.hidden_size:
