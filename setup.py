@@ -7,6 +7,7 @@ And the speculators that ship with Headway: speculators/ of the checkout becomes
 
 import os
 import platform
+import runpy
 import sys
 from pathlib import Path
 
@@ -19,7 +20,8 @@ SOURCES = [f"src/headway/native/{name}.c" for name in ("attention", "draft", "el
 _HEADERS = ("attention_impl", "each_type", "elementwise_impl", "kernels", "parallel", "simd", "stack")
 HEADERS = [f"src/headway/native/{name}.h" for name in _HEADERS]
 SPECULATORS = [path for pattern in ("config.json", "model.safetensors", "README.md") for path in Path("speculators").glob(f"*/{pattern}")]
-COMMON = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
+INTERFACE = runpy.run_path("src/headway/native/interface.py")["checksum"]()
+COMMON = [f"-DINTERFACE={INTERFACE}u", "-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 FLAGS = {

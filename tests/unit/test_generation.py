@@ -8,6 +8,7 @@ import pytest
 
 from headway import LLM, SamplingParams
 from headway.errors import ModelError
+from headway.models.config import ModelConfig
 from headway.models.generation import sampling_defaults
 from headway.server.protocol import ChatCompletionRequest, CompletionRequest
 from tests.tiny import tiny_model_dir
@@ -18,18 +19,22 @@ def recommend(directory, **values):
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
+def defaults_of(directory, name="tiny"):
+    return sampling_defaults(name, ModelConfig.from_directory(directory).generation)
+
+
 def test_reads_what_the_makers_recommend(tmp_path):
     directory = tiny_model_dir(tmp_path)
-    assert sampling_defaults(str(directory), directory) == {}
+    assert defaults_of(directory) == {}
     recommend(directory, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=None, max_length=99)
-    assert sampling_defaults(str(directory), directory) == {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    assert defaults_of(directory) == {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 
 
 def test_a_built_in_model_has_its_own_unless_the_file_says_more(tmp_path):
     directory = tiny_model_dir(tmp_path)
-    assert sampling_defaults("smollm2-135m", directory) == {"temperature": 0.2, "top_p": 0.9}
+    assert defaults_of(directory, "smollm2-135m") == {"temperature": 0.2, "top_p": 0.9}
     recommend(directory, temperature=0.5)
-    assert sampling_defaults("smollm2-135m", directory) == {"temperature": 0.5}
+    assert defaults_of(directory, "smollm2-135m") == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize("values", [{"top_p": 1.5}, {"temperature": "warm"}, {"temperature": -1}])
@@ -37,7 +42,7 @@ def test_a_value_that_cannot_be_names_the_file(tmp_path, values):
     directory = tiny_model_dir(tmp_path)
     recommend(directory, **values)
     with pytest.raises(ModelError, match=r"generation_config\.json"):
-        sampling_defaults(str(directory), directory)
+        defaults_of(directory)
 
 
 def test_a_request_overrides_what_it_names():

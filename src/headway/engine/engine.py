@@ -74,7 +74,7 @@ class Engine:
             config.model, dtype=config.dtype, device=config.device, quantization=config.quantization, progress=progress
         )
         self.tokenizer = Tokenizer(self.model.directory)
-        self.sampling_defaults = sampling_defaults(config.model, self.model.directory)   # for who asks for none
+        self.sampling_defaults = sampling_defaults(config.model, self.model.config.generation)   # for who asks for none
         self.requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}   # live, by seq_id
         self._experience = Experience()

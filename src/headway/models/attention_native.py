@@ -18,12 +18,11 @@ from headway.models.attention import MAX_NODES, AttentionPlan, KVCache, Row, Tre
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
 from headway.models.rope import Rope
+from headway.native.memory import on_huge_pages
 from headway.native.ops import AttentionArgs, MoveArgs, RotateArgs
 
 TASKS_PER_THREAD = 3
 """Rows are cut finer when a step has few tasks, so that threads finish together."""
-
-_MADV_HUGEPAGE = 14
 
 
 def fits(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device | str) -> bool:
@@ -45,19 +44,7 @@ def make_pages(
 ) -> list[Tensor]:
     """One per layer, [num_blocks, kv_heads, 2, block_size * head_dim]."""
     shape = (num_blocks, config.num_kv_heads, 2, block_size * config.head_dim)
-    return [_on_huge_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in range(config.num_layers)]
-
-
-def _on_huge_pages(tensor: Tensor) -> Tensor:
-    """Asks for them: blocks lie scattered, and a tenth of attention went to address translation. Where there are none, nothing happens."""
-    begin = -(-tensor.data_ptr() // 4096) * 4096
-    size = tensor.data_ptr() + tensor.nbytes - begin
-    if size > 0 and hasattr(_libc, "madvise"):
-        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _MADV_HUGEPAGE)
-    return tensor
-
-
-_libc = ctypes.CDLL(None)
+    return [on_huge_pages(torch.empty(shape, dtype=dtype, device=device)) for _ in range(config.num_layers)]
 
 
 class NativePlan(AttentionPlan):

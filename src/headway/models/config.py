@@ -38,6 +38,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
     features: Features = field(default_factory=Features)
+    generation: Mapping[str, Any] = field(default_factory=dict)     # generation_config.json as it is
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -73,10 +74,9 @@ class ModelConfig:
             raise ModelError(f"{directory / 'config.json'} is not a valid {model_type} configuration: {error}") from error
         if hf.hidden_act != "silu":
             raise ModelError(f"{directory}: hidden_act {hf.hidden_act!r} is not supported. Supported: silu")
-        eos = set(_as_ids(raw.get("eos_token_id")))
-        generation = directory / "generation_config.json"
-        if generation.exists():
-            eos.update(_as_ids(read_json(generation).get("eos_token_id")))
+        path = directory / "generation_config.json"
+        generation = read_json(path) if path.exists() else {}
+        eos = {*_as_ids(raw.get("eos_token_id")), *_as_ids(generation.get("eos_token_id"))}
         config = cls(
             model_type=model_type,
             vocab_size=hf.vocab_size,
@@ -92,6 +92,7 @@ class ModelConfig:
             tie_word_embeddings=hf.tie_word_embeddings,
             eos_token_ids=frozenset(eos),
             features=families.describe(hf),
+            generation=generation,
         )
         if config.num_heads % config.num_kv_heads:
             raise ModelError(f"{directory}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
+from headway.native.interface import checksum
+
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 LANES = 16
-INTERFACE = 4
-"""As in kernels.h."""
-
+INTERFACE = checksum()
 VARIANTS = ("avx512_bf16", "avx512", "avx2", "neon")
 """Best first."""
 
@@ -34,9 +34,8 @@ class Library:
         """Raises OSError when the file is not a library for this machine, or one of another version of these sources."""
         self.path, self.variant = path, variant
         self._dll = ctypes.CDLL(str(path))
-        found = self._dll.interface_number() if hasattr(self._dll, "interface_number") else None
-        if found != INTERFACE:
-            raise OSError(f"built from other sources (interface {found}, not {INTERFACE}); install again")
+        if not hasattr(self._dll, "interface_number") or self._dll.interface_number() & 0xFFFFFFFF != INTERFACE:
+            raise OSError("built from other sources than those beside it; install again")
         self._functions: dict[tuple[str, torch.dtype], Callable[[object], None]] = {}
         team = _start_team()
         self.threaded = team is not None

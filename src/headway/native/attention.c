@@ -40,7 +40,7 @@ EXPORT int bf16_pack(void) {
 #endif
 }
 
-EXPORT int interface_number(void) { return INTERFACE; }
+EXPORT uint32_t interface_number(void) { return INTERFACE; }
 EXPORT int tile_rows(void) { return TILE; }
 EXPORT int max_head_dim(void) { return MAX_HEAD_DIM; }
 EXPORT int max_nodes(void) { return MAX_NODES; }

@@ -27,16 +27,21 @@ typedef struct {
     ELEMENT tail[(MAX_NODES + 2) * MAX_HEAD_DIM];   // the values of one path
 } NAME(scratch);
 
-// score[r][16 * t ...] = q[r] . keys of tile t, for `rows` queries and `tiles` tiles
+// score[r][16 * t ...] = q[r] . keys of tile t, for `rows` queries and `tiles` tiles. What lies `ahead` is fetched in the order of memory: the
+// tiles themselves are read side by side, which a CPU's own prefetcher follows badly.
 INLINE void NAME(score_block)(const NAME(unit) (*q)[MAX_HEAD_DIM / PACK], const ELEMENT *const *keys, float (*score)[CHUNK], int units, size_t ahead, int rows, int tiles) {
     vec acc[ROWS][KEYS];
     for (int r = 0; r < rows; r++) for (int t = 0; t < tiles; t++) acc[r][t] = (vec){0};
+    int tile = 0, line = 0;
     for (int u = 0; u < units; u++) {
         NAME(operand) k[KEYS];
+        const ELEMENT *later = keys[tile] + (size_t)line * LANES * PACK + ahead;
         for (int t = 0; t < tiles; t++) {
             k[t] = FETCH(keys[t] + (size_t)u * LANES * PACK);
-            __builtin_prefetch(keys[t] + (size_t)u * LANES * PACK + ahead, 0, 2);
+            __builtin_prefetch(later + (size_t)t * LANES * PACK, 0, 2);
         }
+        line += tiles;
+        if (line >= units) { line -= units; tile++; }
         for (int r = 0; r < rows; r++) {
             NAME(operand) x = BROADCAST(q[r][u]);
             for (int t = 0; t < tiles; t++) acc[r][t] = MULTIPLY_ADD(acc[r][t], x, k[t]);
@@ -207,6 +212,17 @@ static void NAME(add_paths)(NAME(scratch) *s, const attention_args *a, const int
     }
 }
 
+// Where the keys lie that a task reads `offset` tokens after its first ones; NULL where it reads none.
+static const ELEMENT *NAME(first_keys)(const attention_args *a, int64_t item, int offset) {
+    if (item >= a->num_tasks) return NULL;
+    const int32_t *task = a->tasks + 4 * item, *row = a->rows + 3 * task[0], *table = a->tables + task[0] * a->table_width;
+    const int group = a->heads / a->kv_heads, own = row[1] + task[2] / group, last = row[1] + (task[2] + task[3] - 1) / group;
+    const int position = (a->window > 0 && own >= a->window ? (own - a->window + 1) / LANES * LANES : 0) + offset;
+    if (position > last) return NULL;
+    const size_t half = (size_t)a->block_size * a->head_dim;
+    return (const ELEMENT *)a->pages + 2 * half * ((size_t)table[position / a->block_size] * a->kv_heads + task[1]) + (size_t)(position % a->block_size) * a->head_dim;
+}
+
 static void NAME(attend_task)(void *context, int64_t item) {
     const attention_args *a = context;
     const int32_t *task = a->tasks + 4 * item, *row = a->rows + 3 * task[0], *table = a->tables + task[0] * a->table_width;
@@ -252,9 +268,10 @@ static void NAME(attend_task)(void *context, int64_t item) {
         for (int at = begin; at < shared;) {
             const int inside = at % block_size, room = block_size - inside, count = shared - at < room ? shared - at : room;
             const ELEMENT *values = pages + table[at / block_size] * block_stride + half + (size_t)inside * head_dim;
-            const int next = at + CHUNK < high ? at + CHUNK : at;
-            const ELEMENT *next_keys = pages + table[next / block_size] * block_stride + (size_t)(next % block_size) * head_dim;
-            NAME(add_values)(&s, values, at - begin, (count + PACK - 1) / PACK, head_dim, next_keys - values, 0, rows);
+            const int next = at + CHUNK;
+            const ELEMENT *next_keys = next < high ? pages + table[next / block_size] * block_stride + (size_t)(next % block_size) * head_dim
+                                                   : NAME(first_keys)(a, item + a->num_threads, at - begin);   // of the task this thread is likely to take next
+            NAME(add_values)(&s, values, at - begin, (count + PACK - 1) / PACK, head_dim, next_keys ? next_keys - values : 0, 0, rows);
             at += count;
         }
         if (trunk < end) NAME(add_paths)(&s, a, table, pages, base, begin, trunk > begin ? trunk : begin, end, first, rows);

@@ -4,8 +4,9 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-// Counts up when a record or a function changes: a library left over from an earlier build is then refused instead of misread.
-#define INTERFACE 4
+#ifndef INTERFACE
+#error "INTERFACE is the checksum of these sources, which setup.py sets: a library left over from an earlier build is refused instead of misread"
+#endif
 
 typedef struct {
     void *q;                    // [num_tokens][heads][head_dim], `q_stride` elements from token to token

@@ -8,6 +8,7 @@
 
 #define PANEL 32
 #define MAX_ROWS 12             // tokens at a time: MAX_ROWS x 2 accumulators in registers
+#define FEW_ROWS 5              // so few leave the CPU's own prefetcher ahead of the arithmetic: fetching the next panel as well only disturbs it
 #define WORTH_A_THREAD 16384    // elements
 
 EXPORT int linear_panel(void) {
@@ -132,7 +133,8 @@ INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
         const char *panel = (const char *)a->weight + p * a->in * PANEL * size, *next = p + 1 < panels ? panel + a->in * PANEL * size : panel;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t first = a->num_tokens * g / groups, rows = a->num_tokens * (g + 1) / groups - first;
-            const int64_t from = units * g / groups, num_next = units * (g + 1) / groups - from;
+            const int64_t from = units * g / groups, share = units * (g + 1) / groups - from;
+            const int64_t num_next = size == 2 && a->num_tokens <= FEW_ROWS ? 0 : share;
             const void *fetched = next + from * 2 * PANEL * size;
 #define CASE(R) case R: if (size == 1) multiply_int8(a, (const int8_t *)panel, fetched, num_next, first, p * PANEL, R); \
                         else multiply(a, (const bf16 *)(const void *)panel, fetched, num_next, first, p * PANEL, R); break;

@@ -10,7 +10,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from headway.native import LANES, Library
+from headway.native import LANES, Library, memory
 
 _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -102,7 +102,7 @@ class PackedLinear:
             self.scales = (largest / 127).contiguous()
             weight = (weight.float() * (127 / largest).nan_to_num(posinf=0.0)[:, None]).round().to(torch.int8)
         panel = library.linear_panel
-        self.weight = weight.view(-1, panel, self.size_in // 2, 2).transpose(1, 2).contiguous()  # [out / panel, in / 2, panel, 2]
+        self.weight = memory.packed(weight.view(-1, panel, self.size_in // 2, 2).transpose(1, 2))  # [out / panel, in / 2, panel, 2]
         self.bias = None if bias is None else bias.contiguous()
         self._function = library.function("linear", torch.bfloat16)
         self._args = _LinearArgs(
