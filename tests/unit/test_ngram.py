@@ -179,10 +179,12 @@ def test_match_lengths_and_continuations() -> None:
     history = [4, 1, 2, 3, 9, 1, 2, 3]
     index = NgramIndex((1,))
     index.extend(history)
-    places = np.array([3, 6, 0])
-    assert index.match_lengths(places, history).tolist() == [3, 0, 0]
-    assert index.match_lengths(np.array([7]), history[-2:]).tolist() == [2]
-    assert index.match_lengths(np.array([7]), history).tolist() == [8]
+    places = [3, 6, 0]
+    assert index.match_lengths(places, history) == [3, 0, 0]
+    assert index.match_lengths(places * 10, history) == [3, 0, 0] * 10   # in arrays
+    assert index.continuations(places * 10, 6) == index.continuations(places, 6) * 10
+    assert index.match_lengths([7], history[-2:]) == [2]
+    assert index.match_lengths([7], history) == [8]
     assert index.continuations(places, 6) == [[9, 1, 2, 3, 9, 1], [3, 3, 3, 3, 3, 3], [1, 2, 3, 9, 1, 2]]
 
 
@@ -193,7 +195,7 @@ def test_a_match_ends_where_the_history_begins(length: int) -> None:
     assert len(history) == length
     index = NgramIndex((1,))
     index.extend(history)
-    assert index.match_lengths(np.array([1]), history[-24:]).tolist() == [2]
+    assert index.match_lengths([1], history[-24:]) == [2]
 
 
 def test_acceptance_grows_with_evidence() -> None:

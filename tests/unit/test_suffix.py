@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -223,8 +222,8 @@ def test_equals_brute_force_while_old_responses_are_overwritten(responses: list[
 
 
 def holds(cache: ResponseCache, token: int) -> bool:
-    places = np.array([*cache.index.occurrences([token], 1, cache.index.end)], dtype=np.int64)
-    return bool(cache.index.match_lengths(places, [token]).any())
+    places = [*cache.index.occurrences([token], 1, cache.index.end)]
+    return any(cache.index.match_lengths(places, [token]))
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=60), st.integers(1, 8))

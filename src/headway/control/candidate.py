@@ -61,6 +61,11 @@ class Candidate:
         """Not asked often enough to be judged."""
         return self.worth.num_learned < self.first_asks
 
+    @property
+    def was_known(self) -> bool:
+        """In an earlier run."""
+        return self.first_asks == KNOWN_ASKS
+
     # -- prices ---------------------------------------------------------------------------------------------------
 
     def prices(self, step: int) -> tuple[float, float, float]:

@@ -18,6 +18,7 @@ OWN_ESCAPE = 2.5    # fitted on code edits, code and prose; see `acceptance`
 _NO_TOKEN = -2      # equal to neither a token nor a separator
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15   # odd, so each of its powers permutes the 64-bit integers
+_FEW = 16           # places up to which plain numbers are faster than arrays
 _BULK = 48          # from this many tokens on, numpy is faster than one token at a time
 
 
@@ -79,18 +80,34 @@ class NgramIndex:
                 yield position
             position = links[position & mask] - 1
 
-    def match_lengths(self, positions: NDArray[np.int64], tail: Sequence[int]) -> NDArray[np.int64]:
+    def match_lengths(self, positions: Sequence[int], tail: Sequence[int]) -> list[int]:
         """[n] how many tokens up to and including each position equal the end of `tail`; at most len(tail)."""
-        wanted = np.array([*reversed(tail), _NO_TOKEN], dtype=np.int32)
-        cells = (positions[:, None] - np.arange(len(wanted))) & (self._capacity - 1)
-        lengths: NDArray[np.int64] = (self._tokens[cells] == wanted).argmin(axis=1)
-        return lengths
+        mask = self._capacity - 1
+        if len(positions) <= _FEW:   # most matches are short: then an array costs more than what it holds
+            tokens, wanted, lengths = self._token_view, tail[::-1], []
+            for position in positions:
+                length = 0
+                for token in wanted:
+                    if tokens[(position - length) & mask] != token:
+                        break
+                    length += 1
+                lengths.append(length)
+            return lengths
+        expected = np.array([*reversed(tail), _NO_TOKEN], dtype=np.int32)
+        cells = (np.array(positions)[:, None] - np.arange(len(expected))) & mask
+        found: list[int] = (self._tokens[cells] == expected).argmin(axis=1).tolist()
+        return found
 
-    def continuations(self, positions: NDArray[np.int64], length: int) -> list[list[int]]:
+    def continuations(self, positions: Sequence[int], length: int) -> list[list[int]]:
         """[n][length] the tokens after each position. At the end of the history the copy goes on with what it has just
         copied: the next tokens of a periodic text."""
-        steps = np.arange(length) % (self.end - 1 - positions)[:, None]
-        continued: list[list[int]] = self._tokens[(positions[:, None] + 1 + steps) & (self._capacity - 1)].tolist()
+        mask, last = self._capacity - 1, self.end - 1
+        if len(positions) * length <= 4 * _FEW:
+            tokens = self._token_view
+            return [[tokens[(position + 1 + j % (last - position)) & mask] for j in range(length)] for position in positions]
+        places = np.array(positions)
+        steps = np.arange(length) % (last - places)[:, None]
+        continued: list[list[int]] = self._tokens[(places[:, None] + 1 + steps) & mask].tolist()
         return continued
 
     def _append(self, token_id: int) -> None:

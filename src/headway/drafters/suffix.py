@@ -19,8 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-
 from headway.config import option
 from headway.drafters._ngram_index import OWN_ESCAPE, SEPARATOR, NgramIndex, acceptance
 from headway.drafters.drafter import Committed, Drafter, DraftRequest, Keep, apply_keep
@@ -136,13 +134,12 @@ class Suffix(Drafter):
                 continue
             found = list(islice(index.occurrences(tail, order, before), MAX_PLACES))
             if found:
-                places = np.array(found)
-                lengths = index.match_lengths(places, tail)
-                for matched in sorted({m for m in lengths.tolist() if order <= m < searched}, reverse=True):
+                lengths = index.match_lengths(found, tail)
+                for matched in sorted({m for m in lengths if order <= m < searched}, reverse=True):
                     limit = self._limit(matched, k)
                     if limit <= best.score:
                         return best
-                    rows = index.continuations(places[lengths >= matched], limit)
+                    rows = index.continuations([place for place, m in zip(found, lengths, strict=True) if m >= matched], limit)
                     path = _descend(rows, limit, self.options.suffix_decoding_min_token_prob, matched, escape)
                     if path.score > best.score:
                         best = path

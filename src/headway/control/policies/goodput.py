@@ -256,7 +256,7 @@ class Goodput(Policy):
         longest, num_rows = drafter.max_k, len(sequences)
         steep = drafter.rise(num_rows) > STEEP * step.plain_ms
         drafter.blind_used = steep or not (drafter.deterministic or all(seq.greedy for seq in sequences))
-        if drafter.is_new:
+        if drafter.is_new and not drafter.was_known:
             # What depth costs shows only when it varies.
             return [min(longest, _FIRST_DEPTHS[step.number % len(_FIRST_DEPTHS)])] * num_rows
         if not drafter.blind_used:
