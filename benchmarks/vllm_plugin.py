@@ -213,6 +213,21 @@ def overall(cells: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def table(document: dict[str, Any]) -> str:
+    """Markdown: output tokens/s, medians over the repeats; the last columns: ours over the best of the others."""
+    cells = document["summary"]
+    names = list(dict.fromkeys(name for cell in cells for name in cell["output_tokens_per_s"]))
+    ours = [name for name in OURS if name in names]
+    lines = [["workload @ requests", *names, *(f"{name} / best" for name in ours)]]
+    lines.append(["---"] * len(lines[0]))
+    for cell in cells:
+        speed = cell["output_tokens_per_s"]
+        ratios = [f"{cell[name]['over_best']:.2f}x" if name in cell else "" for name in ours]
+        shown = [f"{speed[name]:.1f}" if name in speed else "" for name in names]
+        lines.append([f"{cell['workload']} @ {cell['concurrency']}", *shown, *ratios])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def cells_of(options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
     """(workload, concurrency, configurations)"""
     names = options.configurations.split(",")
@@ -272,9 +287,14 @@ def main() -> None:
     parser.add_argument("--vllm-all-cores", action="store_true", help="compute on the core that vLLM leaves to its scheduler, too")
     parser.add_argument("--time-budget", type=float, default=0.0, help="seconds in all, starts included; 0: no limit")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--report", action="store_true", help="measure nothing: print what --output holds as a table")
     options = parser.parse_args()
     ends = time.monotonic() + options.time_budget if options.time_budget else float("inf")
     results = Results(options.output, options)
+    if options.report:
+        print(table(results.document))
+        print(json.dumps(results.document["overall"], indent=1))
+        return
     directory = str(hub.resolve(options.model))
     servers: list[Server] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)   # servers must not outlive it
@@ -292,8 +312,7 @@ def main() -> None:
             for server in servers:
                 server.stop()
     results.write()
-    for cell in results.document["summary"]:
-        print(json.dumps(cell))
+    print(table(results.document))
     print(json.dumps(results.document["overall"]))
 
 
