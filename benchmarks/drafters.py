@@ -88,7 +88,9 @@ class Costs:
             def watched(feedback: Any) -> None:
                 for each in feedback.drafters:
                     self.ms[each.drafter] = self.ms.get(each.drafter, 0.0) + each.draft_ms
-                    self.passes[each.drafter] = self.passes.get(each.drafter, 0) + each.num_steps
+                    # Fewer than k where the drafts stop early.
+                    made = [seq.num_proposed for seq in feedback.sequences if seq.drafter == each.drafter]
+                    self.passes[each.drafter] = self.passes.get(each.drafter, 0) + max(made, default=0)
                 observe(feedback)
 
             engine.policy.observe = watched   # type: ignore[method-assign]
