@@ -22,6 +22,7 @@ def write(
     columns = max(len(rates), len(live.rates))
     size = sum(p.numel() for p in trainer.head.parameters())
     tokens = sum(text.num_answer for text in texts)
+    begun = f"- went on from the speculator that was in `{options.init}`\n" if options.init else ""
     source = f"from `{options.data}`" if options.data else "written by the target itself (self-instruction)"
     (out / "README.md").write_text(f"""# EAGLE-3 speculator for {options.target}
 
@@ -35,7 +36,7 @@ parameters, speculators format.
 
     {command}
 
-- data: {len(texts)} texts, {tokens} answer tokens, {source}
+{begun}- data: {len(texts)} texts, {tokens} answer tokens, {source}
 - {trainer.step} steps of {options.batch_tokens} positions ({trainer.epoch + 1} epochs begun), loss `{options.loss}` over
   {options.ttt_steps} draft steps, {trainer.seconds / 60:.0f} minutes of training, seed {options.seed}, {trainer.target.dtype}
   on {trainer.target.device}, torch {torch.__version__}
