@@ -16,12 +16,12 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 RUN_STAMP := $(VENV)/.headway-installed
 DEV_STAMP := $(VENV)/.headway-installed-dev
 
-.PHONY: help install dev serve test test-heavy test-portable test-sanitized test-vllm lint clean
+.PHONY: help install dev serve test test-heavy test-portable sanitized test-sanitized fuzz test-vllm lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "Also:           make install | lint | test-heavy | test-portable | test-sanitized | clean"
+	@echo "Also:           make install | lint | test-heavy | test-portable | test-sanitized | fuzz | clean"
 
 # torch comes first and by itself: its exact version picks the build this machine's package index offers (CPU or CUDA). A torch
 # that is already importable stays; the second pip command replaces it only when it is out of the range in pyproject.toml.
@@ -56,10 +56,16 @@ test-portable: dev
 
 # The compiled kernels under AddressSanitizer and UBSan; random shapes, lengths and page tables.
 SANITIZED := build/sanitized/headway/native
-test-sanitized: dev
+SANITIZERS := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0
+sanitized: dev
 	HEADWAY_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-temp build/sanitized/temp --build-lib build/sanitized
-	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	HEADWAY_NATIVE=$(SANITIZED) $(BIN)/python -m pytest tests/unit/test_native.py
+test-sanitized: sanitized
+	$(SANITIZERS) HEADWAY_NATIVE=$(SANITIZED) $(BIN)/python -m pytest tests/unit/test_native.py tests/unit/test_native_pages.py
+
+# Random page tables, most of them wrong, under the sanitizers.
+EXAMPLES ?= 20000
+fuzz: sanitized
+	$(SANITIZERS) HEADWAY_NATIVE=$(SANITIZED) HEADWAY_FUZZ=$(EXAMPLES) $(BIN)/python -m pytest tests/unit/test_native_pages.py
 
 # vLLM's own imports warn; its environment is kept.
 VLLM_VENV := .venv-vllm-$(VLLM)

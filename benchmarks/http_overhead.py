@@ -4,7 +4,9 @@
 
 Two processes load the model once each; the one that is not measured waits. Every pair of runs has prompts of its own. The client is that of
 `headway bench serve`. It runs beside the server, on the engine's cores, so its CPU time is shown next to that of the server's event loop:
-what the two take is about what the ratio is short of 1. Prints a line per number of requests; the last line is one JSON document.
+what the two take is about what the ratio is short of 1. The number of steps, their length and the time outside them say where the rest is:
+in steps with fewer requests each, in steps that are held up, or between steps. Prints a line per number of requests; the last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -86,8 +88,16 @@ def summary(pairs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         spent[name] = round(share, 4)
         per_token = statistics.median(pair["http"][name] / pair["http"]["output_tokens_per_s"] for pair in pairs)
         spent[name.replace("share", "us_per_token")] = round(per_token * 1e6, 1)
+    steps = {
+        way: {
+            "num_steps": statistics.median(pair[way]["num_steps"] for pair in pairs),
+            "step_ms": round(statistics.median(pair[way]["step_s"] / pair[way]["num_steps"] for pair in pairs) * 1e3, 2),
+            "outside_steps": round(statistics.median(1.0 - pair[way]["step_s"] / pair[way]["duration_s"] for pair in pairs), 4),
+        }
+        for way in ("in_process", "http")
+    }
     return {
-        "output_tokens_per_s": speed, "ratio": [round(of(ratios), 3) for of in (statistics.median, min, max)], **spent,
+        "steps": steps, "output_tokens_per_s": speed, "ratio": [round(of(ratios), 3) for of in (statistics.median, min, max)], **spent,
         "outputs_counted": all(pair["http"]["num_output_tokens"] == pair["in_process"]["num_output_tokens"] for pair in pairs),
     }  # fmt: skip
 

@@ -222,7 +222,10 @@ def _measured(records: list[Record], before: Scrape | None, after: Scrape | None
     result = Run(tuple(records), speculation, time_shares(grown), speculation.num_draft_tokens / rows if rows else None)
     # What the client itself took, as a share of one core: it competes with the server when both are on one machine.
     share = cpu_s / result.duration_s if result.duration_s > 0 else 0.0
-    return replace(result, extra={"client_cpu_share": share, "metrics_scraped": before is not None and after is not None})
+    extra: dict[str, Any] = {"client_cpu_share": share, "metrics_scraped": before is not None and after is not None}
+    if (num_steps := grown.total("headway:steps_total")) is not None:
+        extra |= {"num_steps": round(num_steps), "step_s": sum(grown.by("headway:step_seconds_total", "phase").values())}
+    return replace(result, extra=extra)
 
 
 def time_shares(grown: Growth) -> TimeShares | None:

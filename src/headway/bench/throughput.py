@@ -97,5 +97,5 @@ def _measured(engine: Engine, before: dict[str, float], records: list[Record], s
     rows = spent["num_sampling_rows"]
     return Run(
         tuple(records), stats, shares, stats.num_draft_tokens / rows if rows else 0.0,
-        {"num_steps": int(spent["num_steps"]), "num_preemptions": int(spent["num_preemptions"])},
+        {"num_steps": int(spent["num_steps"]), "step_s": step_ms / 1e3, "num_preemptions": int(spent["num_preemptions"])},
     )
