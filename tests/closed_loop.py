@@ -56,6 +56,7 @@ class World:
     later: tuple[int, Callable[[Work], float]] | None = None   # from this step on another cost
     drafters: Mapping[str, DrafterCost] = field(default_factory=lambda: {"suffix": DrafterCost()})
     deterministic: bool = True
+    sunk: bool = False
     greedy: bool = True
     noise: float = 0.04
     seed: int = 0
@@ -87,7 +88,7 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
     if profiled:
         costs.learn(profile(world, random))
     names = tuple(world.drafters)
-    policy.start(Setup(tuple(DrafterView(name, world.deterministic) for name in names), world.max_k, costs))
+    policy.start(Setup(tuple(DrafterView(name, world.deterministic, world.sunk) for name in names), world.max_k, costs))
     n = world.num_requests
     context = np.full(n, 300)
     per_step, per_request = np.zeros((2, steps), int), np.zeros((2, steps, n), int)

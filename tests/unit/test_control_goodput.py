@@ -366,6 +366,16 @@ def test_broken_clocks(broken: float) -> None:
     assert result.rate(100) >= 1.5 * run(Fixed(0), world, STEPS).rate(100)
 
 
+def test_drafts_that_are_there_anyway_are_all_weighed_after_a_few_steps() -> None:
+    """One request: 32 asks of a new drafter are 32 steps, and only the first ones must vary for the cost model's sake."""
+    verified = {}
+    for sunk in (False, True):
+        world = World(1, WORKLOADS["edit"], drafters={"suffix": DrafterCost(0.0, 0.0)}, sunk=sunk)
+        verified[sunk] = run(Goodput(), world, 30, profiled=False).drafts
+    assert verified[True][:8].tolist() == verified[False][:8].tolist()
+    assert verified[True][10:].mean() > 1.3 * verified[False][10:].mean()
+
+
 def test_only_broken_clocks() -> None:
     for broken in (math.nan, 0.0, -1.0):
         result = run(Goodput(), World(4, WORKLOADS["edit"], drafters=SUFFIX, clock=lambda step, ms, broken=broken: broken), 60)   # type: ignore[misc]

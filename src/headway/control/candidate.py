@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headway.control.acceptance import Acceptance
 from headway.control.costs import CostModel
 from headway.control.guard import Account, Mean
-from headway.control.policy import DraftView
+from headway.control.policy import DrafterView, DraftView
 from headway.control.worth import Worth
 from headway.types import SequenceFeedback, ShadowFeedback, depths_of
 
@@ -33,8 +33,8 @@ _NAN = float("nan")
 
 
 class Candidate:
-    def __init__(self, name: str, deterministic: bool, max_k: int, costs: CostModel) -> None:
-        self.name, self.deterministic, self.max_k = name, deterministic, max_k
+    def __init__(self, view: DrafterView, max_k: int, costs: CostModel) -> None:
+        self.name, self.deterministic, self.sunk, self.max_k = view.name, view.deterministic, view.sunk, max_k
         self.worth = Worth()
         self.account = Account()
         self.sighted = Acceptance(max_k)     # of drafts that were made, by their confidence

@@ -29,6 +29,7 @@ class DrafterView:
 
     name: str
     deterministic: bool         # its drafts are always a function of the prefix; else only those of greedy requests are
+    sunk: bool = False          # it drafts to max_k before it is asked: what is asked for only bounds what is verified
 
 
 @dataclass(frozen=True, slots=True)

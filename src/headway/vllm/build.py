@@ -82,7 +82,8 @@ def _assemble(parts: Parts, scheduler: Any, vllm_version: str) -> None:
         logger.warning("Headway was tested with vLLM %s; this is %s", " and ".join(compat.TESTED), vllm_version)
     parts.drafts_all = bool(config.scheduler_config.async_scheduling) or method in ALWAYS_ALL
     parts.kept = Kept(path_of(settings, config, method))
-    chooser = _chooser(settings, method, scheduler.num_spec_tokens, parts.kept)
+    sunk = not config.scheduler_config.async_scheduling
+    chooser = _chooser(settings, method, scheduler.num_spec_tokens, parts.kept, sunk)
     trace = _trace(settings, config, method, scheduler, name)
     parts.pilot = Pilot(scheduler, chooser, counters, trace=trace, copies=method == "ngram")
     logger.info(
@@ -91,13 +92,13 @@ def _assemble(parts: Parts, scheduler: Any, vllm_version: str) -> None:
     )  # fmt: skip
 
 
-def _chooser(settings: Settings, method: str, max_k: int, kept: Kept) -> Chooser:
+def _chooser(settings: Settings, method: str, max_k: int, kept: Kept, sunk: bool) -> Chooser:
     if kept.learned is not None:
         try:
-            return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, kept=kept.learned)
+            return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, sunk=sunk, kept=kept.learned)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("what the policy learned before cannot be read: %r", error)
-    return Chooser(settings.build_policy(max_k), method, max_k, kept.costs)
+    return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, sunk=sunk)
 
 
 def refuse_data_parallel(method: str, data_parallel_size: int) -> None:

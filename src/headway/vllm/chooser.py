@@ -86,10 +86,11 @@ class Chooser:
 
     def __init__(
         self, policy: Policy, drafter: str, max_k: int, costs: CostModel, *,
-        deterministic: bool = True, kept: Mapping[str, Any] | None = None,
+        deterministic: bool = True, sunk: bool = True, kept: Mapping[str, Any] | None = None,
     ) -> None:
+        """`sunk`: drafts are made before they are chosen from (trim), as in `DrafterView`."""
         self.policy, self.drafter, self.max_k = policy, drafter, max_k
-        policy.start(Setup((DrafterView(drafter, deterministic),), max_k, costs, kept))
+        policy.start(Setup((DrafterView(drafter, deterministic, sunk),), max_k, costs, kept))
         self.shadows = Shadows()
         self._deterministic = deterministic
         self._step = 0

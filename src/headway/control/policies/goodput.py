@@ -55,6 +55,7 @@ STAY = 0.1               # bonus of the drafter a request has, as a share of wha
 STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
 RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before a drafter is switched on again
 _FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
+_FIRST_STEPS = 8         # after which the price of verification is known well enough not to vary them for it
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _NUM_SHADOWS = 8         # shadow drafts before it is judged whether a drafter comes back
 _SPEEDUP_MEMORY = 100.0  # steps
@@ -86,7 +87,7 @@ class Goodput(Policy):
 
     def start(self, setup: Setup) -> None:
         self._costs = setup.costs
-        self._drafters = [Candidate(view.name, view.deterministic, setup.max_k, self._costs) for view in setup.drafters]
+        self._drafters = [Candidate(view, setup.max_k, self._costs) for view in setup.drafters]
         self._by_name = {drafter.name: drafter for drafter in self._drafters}
         self._plain = Plain()
         self._speedup = Mean(_SPEEDUP_MEMORY, 1.0, 1.0)
@@ -256,8 +257,9 @@ class Goodput(Policy):
         longest, num_rows = drafter.max_k, len(sequences)
         steep = drafter.rise(num_rows) > STEEP * step.plain_ms
         drafter.blind_used = steep or not (drafter.deterministic or all(seq.greedy for seq in sequences))
-        if drafter.is_new and not drafter.was_known:
-            # What depth costs shows only when it varies.
+        tries = drafter.is_new and not drafter.was_known and not (drafter.sunk and self._costs.num_observed >= _FIRST_STEPS)
+        if tries:
+            # What depth costs, to draft and to verify, shows only when it varies.
             return [min(longest, _FIRST_DEPTHS[step.number % len(_FIRST_DEPTHS)])] * num_rows
         if not drafter.blind_used:
             drafter.depth = longest
