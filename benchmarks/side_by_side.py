@@ -4,9 +4,9 @@
                                       [--minutes 8] [--output results/side-by-side.json]
 
 One engine per configuration stays up, so policies go on learning. A round is a few new prompts that every engine answers, one engine after
-the other; who begins rotates. Cells (workload x requests in flight) take turns too, so each has rounds from beginning to end. Shown: the
-median over rounds of a configuration's speed over that of `off` in the same round, with the quartiles; the first round of a cell is not
-counted.
+the other; who begins rotates. No prompt comes twice, at whatever load: `suffix` remembers answers. Cells (workload x requests in flight)
+take turns too, so each has rounds from beginning to end. Shown: the median over rounds of a configuration's speed over that of `off` in
+the same round, with the quartiles; the first round of a cell is not counted.
 
 Configurations: off; NAME: the drafter under the default policy; NAME-kN: always N drafts; names joined by + draft side by side.
 """
@@ -14,9 +14,11 @@ Configurations: off; NAME: the drafter under the default policy; NAME-kN: always
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +50,22 @@ def speculation(name: str) -> dict[str, Any] | None:
 class Cell:
     """One workload at one load: its prompts, and what each configuration took for them round after round."""
 
-    def __init__(self, workload: str, concurrency: int, options: argparse.Namespace, engine: Engine) -> None:
-        self.workload, self.concurrency = workload, concurrency
+    def __init__(self, workload: str, concurrency: int, options: argparse.Namespace, prompts: Iterator[list[int]]) -> None:
+        self.workload, self.concurrency, self.prompts = workload, concurrency, prompts
         self.size = 2 if concurrency == 1 else concurrency + concurrency // 2
         self.load = LoadOptions(
             workload=workload, concurrency=concurrency, num_prompts=self.size, output_len=options.output_len, warmup=0,
             output_range_ratio=0.0 if concurrency == 1 else 0.5,
         )  # fmt: skip
-        found = workloads.load(workload, min(options.prompts, self.size * MOST_ROUNDS), options.seed)
-        self.prompts = [prompt.encode(engine.tokenizer) for prompt in found]
         self.rounds: list[dict[str, dict[str, float]]] = []
 
-    @property
-    def num_rounds(self) -> int:
-        return len(self.prompts) // self.size
-
     def run(self, engines: dict[str, Engine]) -> None:
-        number = len(self.rounds)
-        prompts = self.prompts[number * self.size : (number + 1) * self.size]
+        """One more round, while there are prompts."""
+        prompts = list(itertools.islice(self.prompts, self.size))
+        if len(prompts) < self.size:
+            return
         names = list(engines)
-        turn = number % len(names)
+        turn = len(self.rounds) % len(names)
         found: dict[str, dict[str, float]] = {}
         for name in (*names[turn:], *names[:turn]):
             run = throughput.run(engines[name], prompts, self.load)
@@ -130,13 +128,18 @@ def main() -> None:
         ))
         for name in names
     }  # fmt: skip
-    cells = [Cell(workload, num, options, engines["off"]) for num in options.concurrency for workload in options.workloads]
+    streams = {}
+    for workload in options.workloads:
+        prompts = workloads.load(workload, options.prompts, options.seed)
+        streams[workload] = iter([prompt.encode(engines["off"].tokenizer) for prompt in prompts])
+    cells = [Cell(workload, num, options, streams[workload]) for num in options.concurrency for workload in options.workloads]
     until = time.monotonic() + 60.0 * options.minutes
     document: dict[str, Any] = {"configurations": names, "cells": [], **origin()}
-    for number in range(MOST_ROUNDS):
+    for _ in range(MOST_ROUNDS):
         for cell in cells:
-            if time.monotonic() < until and number < cell.num_rounds:
-                cell.run(engines)
+            for _ in range(2 if cell.concurrency == 1 else 1):   # its rounds are short
+                if time.monotonic() < until:
+                    cell.run(engines)
         document["cells"] = [cell.summary(names[1:]) for cell in cells]
         if options.output:
             write(document, options.output)
