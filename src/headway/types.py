@@ -481,26 +481,8 @@ class OutputDelta:
         return self.finish_reason is not None
 
 
-def vllm_metrics(stats: SpecDecodeMetrics) -> Mapping[str, Any]:
-    """The `metrics.speculative_decoding` object of a response: vLLM's keys, then ours."""
-    return {
-        "num_spec_steps": stats.num_spec_steps,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
-        "draft_acceptance_rate": round(stats.draft_acceptance_rate, 4),
-        "acceptance_histogram": list(stats.acceptance_histogram),
-        "num_steps": stats.num_steps,
-        "num_rejected_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
-        "num_steps_per_k": list(stats.num_steps_per_k),
-        "conditional_acceptance": [round(rate, 4) for rate in stats.conditional_acceptance],
-        "compared_ms": round(stats.compared_ms, 3),
-        "plain_equivalent_ms": round(stats.plain_equivalent_ms, 3),
-    }
-
-
 __all__: SequenceOf[str] = [
     "Choice", "Draft", "DrafterFeedback", "Feedback", "Forecast", "NO_DRAFT", "OutputDelta", "Request", "RequestSpeculation", "Row",
     "SamplingParams", "Sequence", "SequenceFeedback", "ShadowFeedback", "SpecDecodeMetrics", "Status", "StepPlan", "TokenLogprobs",
-    "Verdict", "depths_of", "vllm_metrics",
+    "Verdict", "depths_of",
 ]

@@ -238,7 +238,8 @@ def test_a_sweep_is_measured_continued_and_reported(headway: Headway, tiny_dir: 
     words = (
         "bench", "sweep", str(tiny_dir), *FAST, "--workloads", "chat", "--concurrencies", "1,2", "--patterns", "rollout",
         "--num-prompts", "2", "--pattern-workload", "chat", "--pattern-concurrency", "2",
-        "--configurations", "off,suffix-k2,batch_table", "--output-len", "16", "--warmup", "1", "--output", str(tmp_path / "s.json"),
+        "--configurations", "off,suffix-k2,batch_table", "--output-len", "16", "--output-range-ratio", "0", "--warmup", "1", "--output",
+        str(tmp_path / "s.json"),
     )
     out, err = headway(*words, "--repeats", "1")
     result = document(out)

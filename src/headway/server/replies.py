@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headway.types import OutputDelta, SpecDecodeMetrics, TokenLogprobs, vllm_metrics
+from headway.types import OutputDelta, SpecDecodeMetrics, TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0   # JSON has no -inf
 _quote = json.encoder.encode_basestring_ascii   # json.dumps of a string, without its way there
@@ -88,7 +88,7 @@ class Reply:
         }
 
     def metrics(self) -> dict[str, Any]:
-        return {"speculative_decoding": vllm_metrics(self.stats)}
+        return {"speculative_decoding": _metrics(self.stats)}
 
     def whole(self, deltas: Sequence[Sequence[OutputDelta]]) -> dict[str, Any]:
         """The answer in one piece. deltas: per choice."""
@@ -255,3 +255,21 @@ class ChatReply(Reply):
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = self.names(token_id)
         return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": raw}
+
+
+def _metrics(stats: SpecDecodeMetrics) -> dict[str, Any]:
+    """The `metrics.speculative_decoding` object of a response: vLLM's keys, then ours."""
+    return {
+        "num_spec_steps": stats.num_spec_steps,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_tokens": stats.num_accepted_tokens,
+        "mean_acceptance_length": round(stats.mean_acceptance_length, 4),
+        "draft_acceptance_rate": round(stats.draft_acceptance_rate, 4),
+        "acceptance_histogram": list(stats.acceptance_histogram),
+        "num_steps": stats.num_steps,
+        "num_rejected_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+        "num_steps_per_k": list(stats.num_steps_per_k),
+        "conditional_acceptance": [round(rate, 4) for rate in stats.conditional_acceptance],
+        "compared_ms": round(stats.compared_ms, 3),
+        "plain_equivalent_ms": round(stats.plain_equivalent_ms, 3),
+    }
