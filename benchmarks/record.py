@@ -13,8 +13,8 @@ from typing import Any
 
 from headway.bench.environment import describe
 
-# Folders of one machine mean nothing on another.
-_FOLDERS = re.compile(r"(?<![\w.])/[^ :]*/")
+# Folders of one machine mean nothing on another; an address is none.
+_FOLDERS = re.compile(r"(?<![\w./])(?!(?<=:)//)/[^ :]*/")
 
 
 def origin() -> dict[str, Any]:
@@ -24,7 +24,16 @@ def origin() -> dict[str, Any]:
 
 def write(document: dict[str, Any], output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    output.write_text(json.dumps(_portable(document), indent=1) + "\n", encoding="utf-8")
+
+
+def _portable(value: Any) -> Any:
+    """`value` without the folders before the names of local files."""
+    if isinstance(value, dict):
+        return {key: _portable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_portable(each) for each in value]
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value
 
 
 def publish(document: dict[str, Any], output: Path | None) -> None:
