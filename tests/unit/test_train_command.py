@@ -17,6 +17,7 @@ from headway.train.options import TrainOptions
 from headway.train.plan import open_plan
 from headway.train.screen import Screen
 from headway.types import Request, SamplingParams
+from tests.interrupt import interrupted_after
 from tests.tiny import tiny_model_dir
 
 
@@ -60,20 +61,8 @@ def test_from_nothing_to_a_directory_that_drafts(target: Path, tmp_path: Path) -
 
 def test_interrupted_and_resumed_is_uninterrupted(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_run.train(options(target, tmp_path / "whole"), "", Screen(quiet=True))
-    step = Trainer.train_step
-
-    def stop_at_4(self: Trainer, num_steps: int) -> tuple[float, int]:
-        found = step(self, num_steps)
-        if self.step == 4:
-            import signal
-
-            signal.raise_signal(signal.SIGINT)
-        return found
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "train_step", stop_at_4)
-        with pytest.raises(KeyboardInterrupt):
-            train_run.train(options(target, tmp_path / "parts"), "", Screen(quiet=True))
+    with interrupted_after(monkeypatch, Trainer, 4):
+        train_run.train(options(target, tmp_path / "parts"), "", Screen(quiet=True))
     assert not (tmp_path / "parts" / "model.safetensors").exists()
     texts = (tmp_path / "parts" / "run" / "texts.jsonl").read_bytes()
     train_run.train(options(target, tmp_path / "parts", minutes=500.0), "", Screen(quiet=True))   # more time changes no text

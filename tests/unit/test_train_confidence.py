@@ -22,6 +22,7 @@ from headway.train.screen import Screen
 from headway.types import Draft, Request, SamplingParams, Verdict
 from tests.drafter_models import noisy_copy
 from tests.heads import eagle3_dir, medusa_dir, mtp_dir
+from tests.interrupt import interrupted_after
 from tests.tiny import tiny_model_dir
 
 HIDDEN = 64
@@ -124,20 +125,8 @@ def test_interrupted_and_resumed_is_uninterrupted(
     target: Path, noisy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(options(target, tmp_path / "whole", noisy), "", Screen(quiet=True))
-    step = HeadTrainer.train_step
-
-    def stop_at_7(self: HeadTrainer, num_steps: int) -> float:
-        import signal
-
-        loss = step(self, num_steps)
-        if self.step == 7:
-            signal.raise_signal(signal.SIGINT)
-        return loss
-
-    with monkeypatch.context() as patched:
-        patched.setattr(HeadTrainer, "train_step", stop_at_7)
-        with pytest.raises(KeyboardInterrupt):
-            train(options(target, tmp_path / "parts", noisy), "", Screen(quiet=True))
+    with interrupted_after(monkeypatch, HeadTrainer, 7):
+        train(options(target, tmp_path / "parts", noisy), "", Screen(quiet=True))
     assert not (tmp_path / "parts" / confidence.FILE).exists()
     train(options(target, tmp_path / "parts", noisy), "", Screen(quiet=True))
     assert (tmp_path / "parts" / confidence.FILE).read_bytes() == (tmp_path / "whole" / confidence.FILE).read_bytes()

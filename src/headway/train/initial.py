@@ -54,7 +54,6 @@ def _copy(head: Eagle3Head, directory: Path) -> None:
     rows = {int(token): row for row, token in enumerate(torch.arange(len(state["d2t"])) + state["d2t"])}
     pairs = [(row, rows[token]) for row, token in enumerate(head.target_ids.tolist()) if token in rows]
     new, old = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
-    rest = shapes.keys() - {"lm_head.weight"}
-    for name in rest:
+    for name in own.keys() - {"lm_head.weight"}:
         own[name].copy_(state[name])
     own["lm_head.weight"][new] = state["lm_head.weight"][old].to(own["lm_head.weight"].dtype)

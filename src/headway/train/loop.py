@@ -213,8 +213,8 @@ class Trainer:
 
 
 def _optimizers(head: Eagle3Head, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between hidden states (Jordan et al. 2024; scaled to AdamW's step size, arXiv:2502.16982), which learns as much
-    in two thirds of the steps here; AdamW for norms and output rows, which are not such matrices."""
+    """Muon for the matrices between hidden states (Jordan et al. 2024; scaled to AdamW's step size, arXiv:2502.16982), AdamW for norms and
+    output rows, which are not such matrices. docs/log.md has both side by side."""
     def between(name: str, parameter: Tensor) -> bool:
         return parameter.ndim == 2 and name != "lm_head.weight"
 
