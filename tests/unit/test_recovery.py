@@ -63,11 +63,13 @@ def test_the_log_knows_the_phase_of_each_step() -> None:
 def test_the_report_shows_recoveries_and_where_time_went() -> None:
     made = document({("drift@8", name): speeds for (cell, name), speeds in SPEEDS.items() if cell == "chat@8"})
     for run in made["runs"]:
-        run |= FAST if run["configuration"] == "suffix-k4" else SLOW
+        steps = {"off": None, "suffix-k4": 0, "policy": (7, None, 12)[run["round"]]}[run["configuration"]]
+        run["recoveries"] = [{"to": "chat", "phase": 1, "steps": steps, "seconds": None if steps is None else steps / 10}]
         if run["configuration"] == "policy":
             run["accounts"] = {"policy": 0.004, "draft": 0.02, "wasted": 0.1, "step_time_error": 0.05, "token_error": 0.25}
     found = Analysis(made).to_json()
-    assert found["recoveries"]["drift@8"][0]["policy"] == [{"phase": 1, "steps": None, "seconds": None}]
+    assert found["recoveries"]["drift@8"]["policy"] == {"chat": {"switches": 3, "recovered": 2, "steps": 12.0, "seconds": 1.2}}
+    assert found["recoveries"]["drift@8"]["off"]["chat"] == {"switches": 3, "recovered": 0, "steps": None, "seconds": None}
     assert found["accounts"]["policy"]["drift@8"]["wasted"] == 0.1
     page = html(made)
     assert "Recovery after the workload switched" in page

@@ -1,7 +1,7 @@
-"""What a sweep says: every configuration against no speculation and against the best static k of each cell.
+"""What a sweep says: every configuration against no speculation, against the best static k of each cell, and against each other.
 
-Throughput of a configuration in a cell is the median over its repeats; a ratio is one median over the other, on the same prompts, and
-its spread the least and largest ratio of one repeat. The best static k is picked with hindsight, noise included: an oracle no user has.
+A ratio of a cell is the median over its rounds of the ratio within the round, on the same prompts; its spread are the quartiles. The best
+static k is picked with hindsight, noise included: an oracle no user has.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headway.bench.recovery import recoveries
-from headway.bench.sweep import OFF, complete_blocks, is_static
+import numpy as np
+
+from headway.bench.sweep import OFF, complete_rounds, is_static
 
 Ratios = dict[tuple[str, str], float]
 """(configuration, cell) -> ratio"""
@@ -20,22 +21,22 @@ TABLE = "batch_table"
 
 
 class Analysis:
-    """Medians and ratios over the complete blocks of a sweep's document."""
+    """Medians and ratios over the complete rounds of a sweep's document."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.configurations: list[str] = list(document["configurations"])
         self.cells: list[str] = []
-        self.repeats: dict[str, list[dict[str, dict[str, Any]]]] = {}   # cell -> per repeat: configuration -> run
-        for cell, _, runs in complete_blocks(dict(document)):
-            self.repeats.setdefault(cell, []).append(runs)
-        self.cells = [cell for cell in document["cells"] if cell in self.repeats]
+        self.rounds: dict[str, list[dict[str, dict[str, Any]]]] = {}   # cell -> per round: configuration -> run
+        for cell, _, runs in complete_rounds(dict(document)):
+            self.rounds.setdefault(cell, []).append(runs)
+        self.cells = [cell for cell in document["cells"] if cell in self.rounds]
         self.statics = [name for name in self.configurations if is_static(name)]
         self.adaptive = [name for name in self.configurations if not is_static(name)]
 
     def median(self, cell: str, name: str, read: str = "output_tokens_per_s") -> float:
-        """Over the repeats; `read` may go one level deep: "tpot_ms.p50". 0.0 where nothing was measured."""
+        """Over the rounds; `read` may go one level deep: "tpot_ms.p50". 0.0 where nothing was measured."""
         key, _, sub = read.partition(".")
-        values = [run[name][key][sub] if sub else run[name][key] for run in self.repeats[cell] if run[name].get(key) is not None]
+        values = [run[name][key][sub] if sub else run[name][key] for run in self.rounds[cell] if run[name].get(key) is not None]
         return float(statistics.median(values)) if values else 0.0
 
     def by_concurrency(self) -> dict[str, list[tuple[int, str]]]:
@@ -48,23 +49,41 @@ class Analysis:
         return {workload: sorted(cells) for workload, cells in found.items()}
 
     def best_static(self, cell: str) -> str | None:
-        return max(self.statics, key=lambda name: self.median(cell, name), default=None)
+        """The static k that is fastest beside the others of its round, in the median."""
+        return max(self.statics, key=lambda name: statistics.median(self._beside_statics(cell, name)), default=None)
+
+    def _beside_statics(self, cell: str, name: str) -> list[float]:
+        found = []
+        for runs in self.rounds[cell]:
+            mean = statistics.fmean(_speed(runs[static]) for static in self.statics)
+            found.append(_speed(runs[name]) / mean if mean > 0.0 else 0.0)
+        return found
+
+    def ratios(self, cell: str, name: str, base: str) -> list[float]:
+        """Throughput over that of `base` in the same round, of every round where it has some."""
+        return [_speed(runs[name]) / _speed(runs[base]) for runs in self.rounds[cell] if _speed(runs[base]) > 0.0]
 
     def against(self, base: str | None) -> Ratios:
-        """Throughput over that of `base` (None: the best static k of the cell)."""
+        """Median ratio to `base` (None: to the best static k of the cell)."""
         found = {}
         for cell in self.cells:
             reference = base if base is not None else self.best_static(cell)
-            if reference is not None and reference in self.configurations and self.median(cell, reference) > 0.0:
-                for name in self.configurations:
-                    found[name, cell] = self.median(cell, name) / self.median(cell, reference)
+            for name in self.configurations:
+                if reference in self.configurations and (ratios := self.ratios(cell, name, str(reference))):
+                    found[name, cell] = statistics.median(ratios)
         return found
 
-    def spread(self, cell: str, name: str, base: str) -> tuple[float, float]:
-        """Least and largest ratio of one repeat."""
-        pairs = [(run[name]["output_tokens_per_s"], run[base]["output_tokens_per_s"]) for run in self.repeats[cell]]
-        ratios = [a / b for a, b in pairs if b > 0.0] or [0.0]
-        return min(ratios), max(ratios)
+    def quartiles(self, cell: str, name: str, base: str) -> tuple[float, float]:
+        low, high = np.quantile(self.ratios(cell, name, base) or [0.0], (0.25, 0.75))
+        return float(low), float(high)
+
+    def _table(self, base: str | None) -> dict[str, dict[str, dict[str, Any]]]:
+        """Cell -> configuration -> median and quartiles of its ratios."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for (name, cell), ratio in self.against(base).items():
+            quartiles = self.quartiles(cell, name, base or str(self.best_static(cell)))
+            found.setdefault(cell, {})[name] = {"median": ratio, "quartiles": quartiles}
+        return found
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Per configuration that is not a static k: worst cell and mean over cells of both ratios; mean against each of the others."""
@@ -73,11 +92,8 @@ class Analysis:
             name: {
                 "against_off": _worst_and_mean(off, name, self.cells),
                 "against_best_static": _worst_and_mean(best, name, self.cells),
-                "mean_against": {
-                    other: statistics.fmean(self.median(cell, name) / self.median(cell, other) for cell in self.cells)
-                    for other in self.adaptive
-                    if other != name and self.cells and all(self.median(cell, other) > 0.0 for cell in self.cells)
-                },
+                "mean_against": {other: found["mean"] for other in self.adaptive if other != name
+                                 if (found := _worst_and_mean(self.against(other), name, self.cells)) is not None},
             }
             for name in self.adaptive
         }
@@ -88,45 +104,58 @@ class Analysis:
         for (name, cell), ratio in self.against(None).items():
             base = self.best_static(cell)
             if name in self.adaptive and base is not None and ratio < floor:
-                low, high = self.spread(cell, name, base)
+                low, high = self.quartiles(cell, name, base)
                 found.append({
-                    "configuration": name, "cell": cell, "best_static": base, "ratio": ratio, "ratio_min": low, "ratio_max": high,
+                    "configuration": name, "cell": cell, "best_static": base, "ratio": ratio, "quartiles": [low, high],
                     "against_off": self.against(OFF).get((name, cell)),
                     "output_tokens_per_s": self.median(cell, name), "best_output_tokens_per_s": self.median(cell, base),
                 })
         return sorted(found, key=lambda loss: loss["ratio"])
 
-    def recoveries(self) -> dict[str, list[dict[str, list[dict[str, Any]]]]]:
-        """Drifting cell -> per repeat: configuration -> what `recovery.recoveries` says of each switch."""
-        found = {cell: [recoveries(runs, self.statics) for runs in repeats] for cell, repeats in self.repeats.items()}
-        return {cell: repeats for cell, repeats in found.items() if any(repeats)}
+    def recoveries(self) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
+        """Drifting cell -> configuration -> workload it switched to -> how often, how often it recovered, and after how many steps and
+        seconds: medians over the switches, None where fewer than half of them were made good before the phase ended."""
+        found: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+        for cell, rounds in self.rounds.items():
+            for name in self.configurations:
+                switches = [switch for runs in rounds for switch in runs[name].get("recoveries", ())]
+                for kind in sorted({switch["to"] for switch in switches}):
+                    here = [switch for switch in switches if switch["to"] == kind]
+                    done = [switch for switch in here if switch["steps"] is not None]
+                    found.setdefault(cell, {}).setdefault(name, {})[kind] = {
+                        "switches": len(here), "recovered": len(done),
+                        "steps": _median_of_all(here, "steps"), "seconds": _median_of_all(here, "seconds"),
+                    }  # fmt: skip
+        return found
 
     def accounts(self, name: str) -> dict[str, dict[str, float | None]]:
-        """Cell -> medians over repeats of where the configuration's time went and of its forecasts' errors; where that was recorded."""
+        """Cell -> medians over rounds of where the configuration's time went and of its forecasts' errors; where that was recorded."""
         found: dict[str, dict[str, float | None]] = {}
         for cell in self.cells:
-            runs = [run[name]["accounts"] for run in self.repeats[cell] if run[name].get("accounts")]
+            runs = [run[name]["accounts"] for run in self.rounds[cell] if run[name].get("accounts")]
             if runs:
                 columns = {key: [run[key] for run in runs if run[key] is not None] for key in runs[0]}
                 found[cell] = {key: statistics.median(values) if values else None for key, values in columns.items()}
         return found
 
     def equal_outputs(self) -> float | None:
-        """Share of runs that wrote exactly what plain decoding wrote in the same block; None without a plain configuration."""
+        """Share of runs that wrote exactly what plain decoding wrote in the same round; None without a plain configuration."""
         if OFF not in self.configurations:
             return None
         same = [
             runs[name]["output_hash"] == runs[OFF]["output_hash"]
-            for repeats in self.repeats.values() for runs in repeats for name in self.configurations if name != OFF
+            for rounds in self.rounds.values() for runs in rounds for name in self.configurations if name != OFF
         ]
         return sum(same) / len(same) if same else None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "num_cells": len(self.cells),
-            "num_blocks": sum(map(len, self.repeats.values())),
+            "num_rounds": {cell: len(self.rounds[cell]) for cell in self.cells},
             "best_static": {cell: self.best_static(cell) for cell in self.cells},
             "median_output_tokens_per_s": {cell: {name: self.median(cell, name) for name in self.configurations} for cell in self.cells},
+            "against_off": self._table(OFF),
+            "against_best_static": self._table(None),
             "summary": self.summary(),
             "losses": self.losses(),
             "accounts": {name: self.accounts(name) for name in self.adaptive},
@@ -141,3 +170,14 @@ def _worst_and_mean(ratios: Ratios, name: str, cells: Sequence[str]) -> dict[str
         return None
     worst = min(found, key=lambda cell: found[cell])
     return {"worst": found[worst], "worst_cell": worst, "mean": statistics.fmean(found.values())}
+
+
+def _speed(run: Mapping[str, Any]) -> float:
+    return float(run["output_tokens_per_s"])
+
+
+def _median_of_all(switches: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Those that were not made good count as the longest."""
+    values = sorted(float("inf") if switch[key] is None else float(switch[key]) for switch in switches)
+    middle = values[(len(values) - 1) // 2] if values else float("inf")
+    return middle if middle != float("inf") else None

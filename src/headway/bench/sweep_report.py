@@ -43,20 +43,20 @@ def _provenance(document: Mapping[str, Any], analysis: Analysis) -> str:
         ("command", f"<code>{escape(document.get('command', ''))}</code>"),
         ("commit", escape(str(commit.get("sha", "unknown"))[:12] + (" with changes" if commit.get("dirty") else ""))),
         ("machine", escape(f"{hardware.get('cpu')}, {hardware.get('cores')} cores; {document.get('dtype')} on {document.get('device')}")),
-        ("measured", f"{sum(map(len, analysis.repeats.values()))} blocks in {len(analysis.cells)} cells"),
+        ("measured", f"{sum(map(len, analysis.rounds.values()))} rounds in {len(analysis.cells)} cells"),
     ]
     share = analysis.equal_outputs()
     if share is not None:
-        rows.append(("outputs", f"{share:.0%} of the runs wrote exactly what plain decoding wrote in their block"))
+        rows.append(("outputs", f"{share:.0%} of the runs wrote exactly what plain decoding wrote in their round"))
     left_out = document.get("left_out", [])
     if left_out:
-        named = ", ".join(f"{item['cell']} (repeat {item['repeat'] + 1})" for item in left_out)
+        named = ", ".join(f"{item['cell']} ({item['num_rounds']} rounds)" for item in left_out)
         rows.append(("left out for time", escape(named)))
     text = (
-        "In one block every configuration answers the same prompts, one after the other on one loaded model; the next repeat runs in "
-        "the opposite order. A figure is the median over repeats, a ratio one median over the other. Drafters, policy and prefix cache "
-        "start afresh in every run; measured costs and what a policy learned in its earlier runs, whatever their workload was, stay, as "
-        "in a server. The best static k is picked with hindsight in each cell."
+        "One engine per configuration stays up, around one loaded model. In a round each of them answers the same few prompts, one engine "
+        "after the other; who begins rotates, and no prompt comes twice. A ratio is the median over rounds of the ratio within the round. "
+        "Policies go on learning and drafters remember earlier answers across rounds and cells, as in a server. The best static k is "
+        "picked with hindsight in each cell."
     )
     return "<table>" + "".join(f"<tr><td>{name}</td><td style='text-align:left'>{value}</td></tr>" for name, value in rows) + (
         f"</table><p class='note'>{text}</p>"
@@ -84,11 +84,11 @@ def _summary(analysis: Analysis) -> str:
 
 
 def _losses(analysis: Analysis) -> str:
-    head = ("configuration", "cell", "best static k", "ratio", "least to largest", "against off", "tokens/s", "best tokens/s")
+    head = ("configuration", "cell", "best static k", "ratio", "quartiles", "against off", "tokens/s", "best tokens/s")
     rows = [
         [
             escape(loss["configuration"]), escape(loss["cell"]), escape(loss["best_static"]), _ratio(loss["ratio"], FLOOR_BEST),
-            f"{loss['ratio_min']:.3f} to {loss['ratio_max']:.3f}", "-" if loss["against_off"] is None else f"{loss['against_off']:.3f}",
+            "{:.3f} to {:.3f}".format(*loss["quartiles"]), "-" if loss["against_off"] is None else f"{loss['against_off']:.3f}",
             f"{loss['output_tokens_per_s']:.1f}", f"{loss['best_output_tokens_per_s']:.1f}",
         ]
         for loss in analysis.losses()
@@ -109,14 +109,16 @@ def _accounts(analysis: Analysis) -> str:
 
 
 def _recoveries(analysis: Analysis) -> str:
-    head = ("cell", "repeat", "configuration", "to phase", "steps", "seconds")
+    head = ("cell", "configuration", "switch to", "switches", "recovered", "steps", "seconds")
     rows = [
-        [escape(cell), str(repeat + 1), escape(name), str(item["phase"] + 1),
-         *("-" if item[key] is None else f"{item[key]:g}" for key in head[4:])]
-        for cell, repeats in analysis.recoveries().items() for repeat, found in enumerate(repeats)
-        for name in analysis.adaptive for item in found.get(name, ())
+        [escape(cell), escape(name), escape(kind), str(item["switches"]), str(item["recovered"]),
+         *("-" if item[key] is None else f"{item[key]:g}" for key in ("steps", "seconds"))]
+        for cell, found in analysis.recoveries().items() for name in analysis.adaptive for kind, item in found.get(name, {}).items()
     ]  # fmt: skip
-    note = "<p class='note'>Until it reaches 95 % of the best static k of the new phase, to the phase's end; -: not in this phase.</p>"
+    note = (
+        "<p class='note'>Until a run is, to the phase's end, at 95 % of the best static k of that phase and round; medians over switches. "
+        "-: fewer than half of them were made good in their phase.</p>"
+    )
     return "<h2>Recovery after the workload switched</h2>" + _table(head, rows) + note if rows else ""
 
 
@@ -151,19 +153,31 @@ def _curves(analysis: Analysis) -> str:
 def _k_over_time(analysis: Analysis) -> str:
     parts = []
     for cell in analysis.cells:
-        runs = analysis.repeats[cell][-1]
+        runs = analysis.rounds[cell][-1]
         lines = [
             Line(name, list(zip(series["t_s"], series["k"], strict=True)), **_look(analysis, name))
             for name in analysis.adaptive
             if (series := runs[name].get("series"))
         ]
         parts.append(line_chart(f"{cell}: k over time", "seconds", "drafts verified per sequence and step", lines))
-    return "<h2>k over time (last repeat)</h2><div class='charts'>" + "".join(parts) + "</div>"
+    return "<h2>k over time (last round)</h2><div class='charts'>" + "".join(parts) + "</div>"
 
 
 def _medians(analysis: Analysis) -> str:
+    head = ("cell", *map(escape, analysis.configurations))
     rows = [[escape(cell), *(f"{analysis.median(cell, name):.1f}" for name in analysis.configurations)] for cell in analysis.cells]
-    return "<h2>Output tokens/s</h2>" + _table(("cell", *map(escape, analysis.configurations)), rows)
+    page = "<h2>Output tokens/s, median</h2>" + _table(head, rows)
+    off = analysis.against(OFF)
+    if off:
+        rows = [
+            [f"{escape(cell)}, {len(analysis.rounds[cell])} rounds", *(
+                "{:.2f} ({:.2f} to {:.2f})".format(off[name, cell], *analysis.quartiles(cell, name, OFF))
+                for name in analysis.configurations
+            )]
+            for cell in analysis.cells
+        ]  # fmt: skip
+        page += "<h2>Against no speculation: median of ratios within rounds, quartiles</h2>" + _table(head, rows)
+    return page
 
 
 def _look(analysis: Analysis, name: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from headway.errors import ConfigError, unknown_key
 
 NAMES = ("code-edit", "summarize", "chat", "reasoning", "mixed", "drift", "random")
 DRIFT_LEN = 16
+DRIFT_KINDS = ("code-edit", "chat")
 # About 600 tokens of a code-aware vocabulary, about 500 of prose.
 CODE_CHARS = (1500, 2500)
 PROSE_CHARS = 2200
@@ -87,21 +88,59 @@ def load_with_warmup(
     return prompts, rest if len(rest) == num_warmup else load("chat", num_warmup, seed)
 
 
+class Prompts:
+    """Prompts of any workloads, asked for in any order; none is handed out twice, though `mixed` and `drift` consist of other workloads."""
+
+    def __init__(self, seed: int, vocab_size: int | None = None) -> None:
+        self._seed, self._vocab_size = seed, vocab_size
+        self._kinds: dict[str, Iterator[str]] = {}
+        self._streams: dict[str, Iterator[Prompt]] = {}
+
+    def take(self, name: str, num_prompts: int) -> list[Prompt]:
+        """The next prompts of the workload `name`. Raises ConfigError when it is unknown or used up."""
+        found = list(itertools.islice(self.stream(name), num_prompts))
+        if len(found) < num_prompts:
+            raise ConfigError(f"the workload {name} has {len(found)} prompts left, {num_prompts} were asked for: use fewer rounds")
+        return found
+
+    def stream(self, name: str) -> Iterator[Prompt]:
+        for kind in self._kinds.setdefault(name, _kinds(name)):
+            if kind not in self._streams:
+                self._streams[kind] = _source(kind, self._seed, self._vocab_size)
+            prompt = next(self._streams[kind], None)
+            if prompt is None:
+                return
+            yield prompt
+
+
 def _stream(name: str, seed: int, vocab_size: int | None) -> Iterator[Prompt]:
-    if name.startswith("jsonl:"):
-        return iter(read_jsonl(Path(name.removeprefix("jsonl:"))))
-    if name == "random":
-        if vocab_size is None:
-            raise ConfigError("the workload random is token ids: it needs a tokenizer and the endpoint completions")
-        return _random_ids(random.Random(seed), vocab_size)
+    return Prompts(seed, vocab_size).stream(name)
+
+
+def _kinds(name: str) -> Iterator[str]:
+    """The workload of each prompt of `name`, which may be made of others."""
+    if name == "mixed":
+        return itertools.cycle(("code-edit", "summarize", "chat"))
+    if name == "drift":
+        name = f"drift:{DRIFT_LEN}"
     if name.startswith("drift:"):
         length = name.removeprefix("drift:")
         if not length.isdigit() or int(length) < 1:
             raise ConfigError(f"drift:N needs a whole number >= 1, got {name!r}")
-        return _drift(seed, int(length))
-    if name not in GENERATORS:
-        raise ConfigError(unknown_key("workload", name, NAMES) + ", jsonl:PATH")
-    return GENERATORS[name](seed)
+        return itertools.chain.from_iterable(itertools.repeat(kind, int(length)) for kind in itertools.cycle(DRIFT_KINDS))
+    return itertools.repeat(name)
+
+
+def _source(kind: str, seed: int, vocab_size: int | None) -> Iterator[Prompt]:
+    if kind.startswith("jsonl:"):
+        return iter(read_jsonl(Path(kind.removeprefix("jsonl:"))))
+    if kind == "random":
+        if vocab_size is None:
+            raise ConfigError("the workload random is token ids: it needs a tokenizer and the endpoint completions")
+        return _random_ids(random.Random(seed), vocab_size)
+    if kind not in GENERATORS:
+        raise ConfigError(unknown_key("workload", kind, NAMES) + ", jsonl:PATH")
+    return GENERATORS[kind](seed)
 
 
 def read_jsonl(path: Path) -> list[Prompt]:
@@ -235,26 +274,11 @@ def _reasoning(seed: int) -> Iterator[Prompt]:
                 yield _ask(f"{text} Think step by step, then give the answer in one sentence.")
 
 
-def _mixed(seed: int) -> Iterator[Prompt]:
-    for group in zip(_code_edit(seed), _summarize(seed), _chat(seed), strict=False):
-        yield from group
-
-
-def _drift(seed: int, length: int = DRIFT_LEN) -> Iterator[Prompt]:
-    kinds = [_code_edit(seed), _chat(seed)]
-    while True:
-        for kind in kinds:
-            phase = list(itertools.islice(kind, length))
-            yield from phase
-            if len(phase) < length:
-                return
-
-
 def _random_ids(rng: random.Random, vocab_size: int) -> Iterator[Prompt]:
     while True:
         yield Prompt(token_ids=tuple(rng.randrange(vocab_size) for _ in range(RANDOM_LEN)))
 
 
 GENERATORS: dict[str, Callable[[int], Iterator[Prompt]]] = {
-    "code-edit": _code_edit, "summarize": _summarize, "chat": _chat, "reasoning": _reasoning, "mixed": _mixed, "drift": _drift,
+    "code-edit": _code_edit, "summarize": _summarize, "chat": _chat, "reasoning": _reasoning,
 }

@@ -5,22 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headway.bench.sweep import Sweep, SweepOptions
+from headway.bench.sweep import OFF, SweepOptions
 from headway.cli.bench_throughput import command_line, config_json
 from headway.cli.flags import add_fields, read_fields
 from headway.cli.settings import add_engine_arguments, engine_config
 from headway.errors import ConfigError
 
+if TYPE_CHECKING:
+    from headway.bench.sweep_analysis import Analysis
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(parser.add_argument_group("sweep"), SweepOptions)
     text = (
-        "results, rewritten after every run; an existing sweep is continued. FILE.html is the report, FILE.png its main plot where "
+        "results, rewritten after every round; an existing sweep is continued. FILE.html is the report, FILE.png its main plot where "
         "matplotlib is installed (default: results/sweep.json)"
     )
     parser.add_argument("--output", default="results/sweep.json", metavar="FILE.json", help=text)
@@ -39,8 +42,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace, options: SweepOptions, output: Path) -> int:
-    from headway.bench import environment, sweep
-    from headway.engine.engine import Engine
+    from headway.bench import environment, sweep, sweep_run
 
     args.speculative_config = "off"   # a sweep chooses how to speculate itself
     args.sources["speculative_config"] = "default"
@@ -50,18 +52,20 @@ def _sweep(args: argparse.Namespace, options: SweepOptions, output: Path) -> int
         raise ConfigError(f"{most} requests in flight need --max-num-seqs {most}, it is {config.max_num_seqs}")
     shown = {key: value for key, value in config_json(settings).items() if not key.startswith("speculative")}
     head = sweep.head(options, shown, model=config.model)
-    results = sweep.Results(output, head)
-    engine = Engine(config, progress=True)
+    results = sweep_run.Results(output, head)
+    engines = sweep_run.engines(config, head["configurations"])
+    model = next(iter(engines.values())).model
     results.document |= {
-        "dtype": str(engine.model.dtype).removeprefix("torch."), "device": str(engine.model.device), "command": command_line(args),
+        "dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device), "command": command_line(args),
         **environment.describe(),
     }
-    num_runs = len(sweep.cells(options)) * len(head["configurations"]) * options.repeats
-    print(f"{len(head['cells'])} cells x {len(head['configurations'])} configurations x {options.repeats} repeats = {num_runs} runs; "
+    cells = sweep.cells(options)
+    num_runs = len(cells) * len(engines) * options.rounds
+    print(f"{len(cells)} cells x {options.rounds} rounds x {len(engines)} configurations = {num_runs} runs; "
           f"{len(results.runs)} are in {output} already", file=sys.stderr)
     try:
         with _bar(num_runs) as advance:
-            Sweep(engine, options, results, advance).run()
+            sweep_run.Sweep(engines, options, results, advance).run()
     except KeyboardInterrupt:
         print(f"interrupted: the same command continues {output}", file=sys.stderr)
         _finish(results.document, output)
@@ -74,8 +78,8 @@ def _report_only(output: Path) -> int:
         document = json.loads(output.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the sweep {output}: {error}") from error
-    if not isinstance(document, dict) or document.get("benchmark") != "sweep":
-        raise ConfigError(f"{output} is not a sweep")
+    if not isinstance(document, dict) or document.get("benchmark") != "sweep" or "rounds" not in document.get("options", {}):
+        raise ConfigError(f"{output} is not a sweep in rounds")
     return _finish(document, output)
 
 
@@ -85,15 +89,15 @@ def _finish(document: dict[str, Any], output: Path) -> int:
     from headway.bench.sweep_analysis import Analysis
     from headway.bench.sweep_report import html
 
-    analysis = Analysis(document)   # of whole blocks only
+    analysis = Analysis(document)   # of whole rounds only
     errors = [error for run in document["runs"] for error in run["errors"]]
     document |= {"analysis": analysis.to_json(), "invalid": any(run["invalid"] for run in document["runs"]), "errors": errors[:5]}
     page = output.with_suffix(".html")
     page.write_text(html(document), encoding="utf-8")
     _print_summary(analysis)
     for item in document["left_out"]:
-        needs = "" if item["needs_s"] is None else f", which need about {item['needs_s']:.0f} s"
-        print(f"left out for time: {item['cell']}, repeat {item['repeat'] + 1}: {item['num_runs']} runs{needs}", file=sys.stderr)
+        needs = f", which need about {item['needs_s']:.0f} s" if item["needs_s"] else ""
+        print(f"left out for time: {item['cell']}: {item['num_rounds']} rounds{needs}", file=sys.stderr)
     picture = output.with_suffix(".png")
     drawn = png.write(analysis, picture)
     print(f"report: {page}{f' and {picture}' if drawn else ''}", file=sys.stderr)
@@ -102,18 +106,40 @@ def _finish(document: dict[str, Any], output: Path) -> int:
     return code
 
 
-def _print_summary(analysis: Any) -> None:
+def _print_summary(analysis: Analysis) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{len(analysis.cells)} cells: output tokens/s, ratio of medians", title_justify="left", header_style="bold")
-    for name in ("configuration", "/ off, worst", "mean", "/ best static k, worst", "mean", "worst cell"):
-        table.add_column(name, justify="left" if name in ("configuration", "worst cell") else "right")
-    for name, found in analysis.summary().items():
-        off, best = found["against_off"], found["against_best_static"]
-        cells = [f"{side[key]:.3f}" if side else "-" for side in (off, best) for key in ("worst", "mean")]
-        table.add_row(name, *cells, best["worst_cell"] if best else "-")
-    Console().print(table)
+    def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        found = Table(title=title, title_justify="left", header_style="bold")
+        for column, name in enumerate(head):
+            found.add_column(name, justify="right" if column else "left")
+        for row in rows:
+            found.add_row(*row)
+        if found.row_count:
+            Console().print(found)
+
+    off, best = analysis.against(OFF), analysis.against(None)
+    for base, ratios in (("none", off), ("the best static k", best)):
+        rows = [[name, *(f"{ratios[name, cell]:.3f}" for cell in analysis.cells)] for name in analysis.configurations] if ratios else []
+        table(f"output tokens/s against {base}, median of ratios within rounds", ("", *analysis.cells), rows)
+    summary = analysis.summary()
+    head = ("configuration", "/ off, worst", "mean", "/ best static k, worst", "mean", *(f"mean / {name}" for name in analysis.adaptive))
+    rows = []
+    for name, found in summary.items():
+        sides = (found["against_off"], found["against_best_static"])
+        rows.append([name, *(f"{side[key]:.3f}" if side else "-" for side in sides for key in ("worst", "mean")),
+                     *(f"{found['mean_against'].get(other, 1.0):.3f}" for other in analysis.adaptive)])  # fmt: skip
+    table(f"{len(analysis.cells)} cells", head, rows)
+    table(
+        "after a switch, until 95 % of the best static k again: medians over switches",
+        ("cell", "configuration", "to", "recovered", "steps", "seconds"),
+        [
+            [cell, name, kind, f"{item['recovered']} of {item['switches']}",
+             *("-" if item[key] is None else f"{item[key]:g}" for key in ("steps", "seconds"))]
+            for cell, found in analysis.recoveries().items() for name in analysis.adaptive for kind, item in found.get(name, {}).items()
+        ],
+    )  # fmt: skip
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from headway.engine.runner import ForwardOutput, Runner
 from headway.engine.scheduler import Scheduler
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.verify import Verifier
+from headway.models.decoder import Decoder
 from headway.models.generation import sampling_defaults
 from headway.models.loader import load_model
 from headway.types import (
@@ -65,12 +66,15 @@ class _Clock:
 
 
 class Engine:
-    """A model, its K/V cache, and the sequences being written. Raises ConfigError or ModelError when it cannot be built."""
+    """A model, its K/V cache, and the sequences being written. Raises ConfigError or ModelError when it cannot be built.
 
-    def __init__(self, config: EngineConfig, *, progress: bool = False) -> None:
+    model  loaded from `config.model`, where several engines in one thread share it
+    """
+
+    def __init__(self, config: EngineConfig, *, model: Decoder | None = None, progress: bool = False) -> None:
         admission.set_threads(config.num_threads)
         self.config = config
-        self.model = load_model(
+        self.model = model or load_model(
             config.model, dtype=config.dtype, device=config.device, quantization=config.quantization, progress=progress
         )
         self.tokenizer = Tokenizer(self.model.directory)

@@ -29,7 +29,8 @@ class Experience:
     def __init__(self) -> None:
         self._path: Path | None = None
         self._costs: CostModel | None = None
-        self._policies: dict[str, Any] = {}   # by what they were told to do
+        self._found: dict[str, Any] = {}      # on disk, by what policies were told to do
+        self._policies: dict[str, Any] = {}   # learned in this process, likewise
         self._policy: Policy | None = None
         self._key = ""
         self._num_saved = 0
@@ -46,11 +47,11 @@ class Experience:
         if self._costs is None:
             self._path = profile.path_of(engine)
             self._costs = profile.cost_model(engine)
-            self._policies = _read(self._policies_path)
+            self._found = _read(self._policies_path)
             self._num_saved = self._costs.num_observed
         self._key = f"{speculative.policy} {[(name, speculative.model_of(name)) for name in speculative.methods]}"
         try:
-            policy.start(Setup(views, engine.scheduler.max_k, self._costs, self._policies.get(self._key)))
+            policy.start(Setup(views, engine.scheduler.max_k, self._costs, (self._found | self._policies).get(self._key)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("what the policy %s learned earlier cannot be read: %r", speculative.policy, error)
             policy = speculative.build_policy()
@@ -80,7 +81,8 @@ class Experience:
         try:
             self._costs.save(self._path)
             partial = self._policies_path.with_suffix(".partial")
-            partial.write_text(json.dumps(self._policies), encoding="utf-8")
+            known = _read(self._policies_path) | self._policies   # other engines learn, too
+            partial.write_text(json.dumps(known), encoding="utf-8")
             partial.replace(self._policies_path)
         except OSError as error:
             logger.warning("cannot keep what was learned beside %s: %s", self._path, error.strerror)

@@ -82,6 +82,15 @@ def plan_memory(config: EngineConfig, model: Decoder, drafters: Mapping[str, Dra
     return MemoryPlan(num_blocks, longest, num_blocks * per_block, {name: num_blocks * size for name, size in extra.items()}, weights)
 
 
+def kv_bytes_each(config: EngineConfig, model: Decoder, num_engines: int) -> int:
+    """Of the K/V cache of each of several engines around one model: what one alone would take, if there is as much for all."""
+    alone = plan_memory(config, model).kv_cache_bytes
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    room = alone if model.device.type == "cuda" else int(_available_cpu_bytes() * _CPU_SHARE)
+    return min(alone, room // num_engines)
+
+
 def _default_bytes(config: EngineConfig, device: torch.device, to_be_loaded: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
