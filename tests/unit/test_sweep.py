@@ -377,7 +377,8 @@ def test_poisson_is_calibrated_once_and_kept(tmp_path: Path, monkeypatch: pytest
 
 
 def test_engines_share_one_model_and_write_the_same(tmp_path: Path) -> None:
-    config = EngineConfig(model=str(tiny_model_dir(tmp_path, "llama")), max_num_seqs=4, profile=False, block_size=16, kv_cache_memory_bytes=1 << 22)
+    directory = str(tiny_model_dir(tmp_path, "llama"))
+    config = EngineConfig(model=directory, max_num_seqs=4, profile=False, block_size=16, kv_cache_memory_bytes=1 << 22)
     found = sweep_run.engines(config, {"off": None, "ngram-k2": {"method": "ngram", "num_speculative_tokens": 2, "policy": "static"}})
     plain, drafting = found.values()
     assert plain.model is drafting.model
