@@ -1,13 +1,14 @@
 """What a tuned schedule is worth in vLLM itself: vLLM with the table `headway tune` wrote, beside vLLM without it, the same load in turns.
 
-    headway tune smollm2-135m --workload code-edit --concurrencies 1,4,16,32 --drafter ngram --output tuned
+    headway tune smollm2-135m --workload code-edit --concurrencies 1,4,16 --drafter ngram --output tuned
     python benchmarks/tuned_vllm.py --vllm VENV/bin/vllm --tuned tuned/vllm.json --output results/tuned-vllm.json
 
 `tuned` is the file as it is; `untuned` is the same drafter with one k at every load, as vLLM's documentation shows it; `--off` adds vLLM
 without speculation. Each server runs in a session of its own; those that are not being measured are stopped (SIGSTOP), since an idle
 worker polls.
 Every repeat has prompts of its own, which are not those the table was tuned on (--seed of `headway tune` is 0; here seeds begin at
-1000), and the next repeat runs in the opposite order. Prints a line per cell. Needs a vLLM installation and memory for all servers.
+1000), and the next repeat runs in the opposite order. Prints a line per cell, and writes what there is after each. Needs a vLLM
+installation and memory for all servers.
 """
 
 from __future__ import annotations
@@ -74,18 +75,19 @@ def main() -> None:
     parser.add_argument("--untuned", type=json.loads, help="speculative config to compare with; default: the same drafter, k = 4")
     parser.add_argument("--off", action="store_true", help="also vLLM without speculation")
     parser.add_argument("--model", default="smollm2-135m", help="anything `headway serve` takes")
-    parser.add_argument("--workloads", nargs="+", default=["code-edit", "chat"])
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
-    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--workloads", nargs="+", default=["code-edit"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--min-prompts", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kv-cache-gib", type=int, default=2, help="each server's pool")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--kv-cache-gib", type=int, default=1, help="each server's pool")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     tuned = json.loads(options.tuned.read_text(encoding="utf-8"))
     if tuned is None:
         raise SystemExit(f"{options.tuned} says that speculation does not pay here: there is no table to compare")
     configs: dict[str, Any] = {"tuned": tuned, "untuned": options.untuned or untuned(tuned)} | ({"off": None} if options.off else {})
+    signal.signal(signal.SIGTERM, signal.default_int_handler)   # servers must not outlive it
     servers: list[Server] = []
     cells: list[dict[str, Any]] = []
     try:
@@ -99,14 +101,11 @@ def main() -> None:
                         runs[server.name].append(measure(servers, server, workload, concurrency, FIRST_SEED + repeat, options))
                 cells.append({"workload": workload, "concurrency": concurrency, **summary(runs), "runs": runs})
                 print(json.dumps({key: value for key, value in cells[-1].items() if key != "runs"}), flush=True)
+                ready_s = {server.name: server.ready_s for server in servers}
+                write({"benchmark": "tuned_vllm", "configs": configs, "ready_s": ready_s, "cells": cells, **origin()}, options.output)
     finally:
         for server in servers:
             server.stop()
-    document = {
-        "benchmark": "tuned_vllm", "configs": configs, "ready_s": {server.name: server.ready_s for server in servers}, "cells": cells,
-        **origin(),
-    }  # fmt: skip
-    write(document, options.output)
 
 
 def start(name: str, config: dict[str, Any] | None, port: int, options: argparse.Namespace) -> Server:
@@ -117,6 +116,7 @@ def start(name: str, config: dict[str, Any] | None, port: int, options: argparse
     env = vllm_env(options.vllm, options.kv_cache_gib, all_cores=False)
     server = Server(name, [*command, *speculation, "--port", str(port)], port, env)
     server.signal(signal.SIGSTOP)
+    print(f"{name}: ready after {server.ready_s} s", flush=True)
     return server
 
 

@@ -1,12 +1,14 @@
 """Headway's scheduler and proposer inside vLLM, against vLLM alone: real `vllm serve` servers, `vllm bench serve` as the load.
 
-    python benchmarks/vllm_plugin.py --vllm VENV/bin/vllm --output results/vllm-plugin.json [--time-budget SECONDS]
+    python benchmarks/vllm_plugin.py --vllm VENV/bin/vllm --output results/vllm-plugin.json --time-budget SECONDS
+    python benchmarks/vllm_plugin.py --report --output results/vllm-plugin.json
 
-One server per configuration; all but the one that is measured are stopped (SIGSTOP), since an idle vLLM polls. In one block every
-configuration answers the same new prompts of a cell (workload x concurrency); who begins changes from cell to cell, and the next repeat
-goes the other way round, so a machine that drifts drifts for all. The last cell of a block is a load that changes from code-edit to chat
-and back (--drift). Headway's servers begin cold: they know what --warmup requests taught them. The output is rewritten after each run; the
-same command continues it.
+One server per configuration; all but the one that is measured are stopped (SIGSTOP), since an idle vLLM polls. A cell is a workload and a
+number of requests at a time, the last one a load that changes from code-edit to chat and back (--drift). In one round of a cell every
+configuration answers the same new prompts, one after the other; the next round goes the other way round. After one round of each cell the
+cell that took least time so far has the next one, until --time-budget is used up or every cell has had --rounds. Ratios are taken within
+rounds, so a machine that drifts from round to round does not matter. Headway's servers begin cold: they know what --warmup requests taught
+them. The output is rewritten after each run; the same command continues it.
 
 Configurations: none, kN (ngram, always N), table (ngram, --table), headway (its scheduler over ngram), proposer (its proposer, always
 --max-k), headway+proposer.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import signal
@@ -40,6 +43,8 @@ FIRST_SEED = 7000       # of the measured prompts: none of these were looked at 
 PORT = 8201
 GENERATOR = Path(__file__).with_name("vllm_load.py")
 OURS = ("headway", "headway+proposer")
+SELF = (*OURS, "proposer")
+ENTRY_POINTS = {"vllm.general_plugins": "headway.vllm.runner:register", "vllm.stat_logger_plugins": "headway.vllm.stat_logger:StatLogger"}
 
 
 def speculation(name: str, options: argparse.Namespace) -> list[str]:
@@ -133,8 +138,12 @@ def texts(workload: str, count: int, seed: int) -> list[str]:
 
 
 def num_prompts(workload: str, concurrency: int, options: argparse.Namespace) -> int:
-    """Two rounds, of many requests one; three phases of a drifting load."""
-    return 3 * workloads.DRIFT_LEN if workload == "drift" else max(options.min_prompts, min(2 * concurrency, max(16, concurrency)))
+    """Several for each request in flight: where nobody waits, the slowest request decides how long it takes and a faster one gains nothing.
+    Fewer of the workloads with long prompts, on which a CPU spends most of the time. Three phases of a drifting load."""
+    if workload == "drift":
+        return 3 * workloads.DRIFT_LEN
+    waves = 3.0 if workload == "chat" else 2.0 if concurrency <= 16 else 1.5
+    return max(options.min_prompts, int(waves * concurrency))
 
 
 class Results:
@@ -153,6 +162,9 @@ class Results:
     def has(self, **key: Any) -> bool:
         return any(all(run[name] == value for name, value in key.items()) for run in self.document["runs"])
 
+    def seconds(self, **key: Any) -> float:
+        return sum(run["duration"] for run in self.document["runs"] if all(run[name] == value for name, value in key.items()))
+
     def add(self, **run: Any) -> None:
         self.document["runs"].append(run)
         self.write()
@@ -166,30 +178,26 @@ class Results:
 
 
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per cell: median output tokens per second of each configuration, and ours over the best of the others, block by block."""
+    """Per cell: median output tokens per second of each configuration; ours over each of the others within rounds (median, least,
+    greatest); `over_best`: over the one of the others that comes out best."""
     cells: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
     for run in runs:
-        block = cells.setdefault((run["workload"], run["concurrency"]), {}).setdefault(run["repeat"], {})
-        block[run["configuration"]] = run["output_throughput"]
+        one = cells.setdefault((run["workload"], run["concurrency"]), {}).setdefault(run["round"], {})
+        one[run["configuration"]] = run["output_throughput"]
     found = []
-    for (workload, concurrency), blocks in cells.items():
-        names = list(dict.fromkeys(name for block in blocks.values() for name in block))
-        medians = {name: statistics.median(block[name] for block in blocks.values() if name in block) for name in names}
-        static = {name: value for name, value in medians.items() if not name.endswith(("headway", "proposer"))}
-        cell: dict[str, Any] = {"workload": workload, "concurrency": concurrency, "output_tokens_per_s": medians}
-        if static:
-            best = max(static, key=static.__getitem__)
-            cell["best"] = best
-            for ours in OURS:
-                ratios = {
-                    other: statistics.median(block[ours] / block[other] for block in blocks.values() if ours in block and other in block)
-                    for other in static
-                    if any(ours in block and other in block for block in blocks.values())
-                }
+    for (workload, concurrency), rounds in cells.items():
+        names = list(dict.fromkeys(name for one in rounds.values() for name in one))
+        medians = {name: statistics.median(one[name] for one in rounds.values() if name in one) for name in names}
+        cell: dict[str, Any] = {"workload": workload, "concurrency": concurrency, "rounds": len(rounds), "output_tokens_per_s": medians}
+        for ours in OURS:
+            over = {}
+            for other in [name for name in names if name not in SELF]:
+                ratios = [one[ours] / one[other] for one in rounds.values() if ours in one and other in one]
                 if ratios:
-                    cell[ours] = {"over_best": round(medians[ours] / static[best], 3)} | {
-                        f"over_{other}": round(ratio, 3) for other, ratio in ratios.items()
-                    }
+                    over[other] = [round(pick(ratios), 3) for pick in (statistics.median, min, max)]
+            if over:
+                best = min(over, key=lambda other: over[other][0])
+                cell[ours] = {"best": best, "over_best": over[best][0], "over": over}
         found.append(cell)
     return found
 
@@ -202,7 +210,7 @@ def overall(cells: list[dict[str, Any]]) -> dict[str, Any]:
         if mine:
             ratios = [ratio["over_best"] for ratio in mine]
             found[ours] = {"cells": len(mine), "worst_over_best": min(ratios), "mean_over_best": round(statistics.fmean(ratios), 3)}
-            plain = [ratio["over_none"] for ratio in mine if "over_none" in ratio]
+            plain = [ratio["over"]["none"][0] for ratio in mine if "none" in ratio["over"]]
             if plain:
                 found[ours]["worst_over_none"] = min(plain)
     found["proposer_over_ngram"] = {
@@ -214,18 +222,24 @@ def overall(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Markdown: output tokens/s, medians over the repeats; the last columns: ours over the best of the others."""
+    """Markdown: output tokens/s, medians over the rounds; the last columns: ours over the best of the others, least and greatest ratio of a
+    round behind it."""
     cells = document["summary"]
     names = list(dict.fromkeys(name for cell in cells for name in cell["output_tokens_per_s"]))
     ours = [name for name in OURS if name in names]
-    lines = [["workload @ requests", *names, *(f"{name} / best" for name in ours)]]
+    lines = [["workload @ requests", "rounds", *names, *(f"{name} / best" for name in ours)]]
     lines.append(["---"] * len(lines[0]))
     for cell in cells:
         speed = cell["output_tokens_per_s"]
-        ratios = [f"{cell[name]['over_best']:.2f}x" if name in cell else "" for name in ours]
+        ratios = [_ratio(cell[name]) if name in cell else "" for name in ours]
         shown = [f"{speed[name]:.1f}" if name in speed else "" for name in names]
-        lines.append([f"{cell['workload']} @ {cell['concurrency']}", *shown, *ratios])
+        lines.append([f"{cell['workload']} @ {cell['concurrency']}", str(cell["rounds"]), *shown, *ratios])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _ratio(ours: dict[str, Any]) -> str:
+    middle, least, most = ours["over"][ours["best"]]
+    return f"{middle:.2f}x of {ours['best']}" + (f" ({least:.2f} to {most:.2f})" if least < most else "")
 
 
 def cells_of(options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
@@ -237,25 +251,36 @@ def cells_of(options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
 
 
 def measure(servers: list[Server], load: Load, results: Results, ends: float, options: argparse.Namespace) -> None:
-    longest = 0.0
-    for repeat in range(options.repeats):
-        for index, (workload, concurrency, names) in enumerate(cells_of(options)):
-            if time.monotonic() + longest > ends:
-                print("the time is up; the same command goes on from here", flush=True)
-                return
-            began = time.monotonic()
-            prompts = texts(workload, num_prompts(workload, concurrency, options), FIRST_SEED + 100 * repeat + index)
-            asked = [server for server in servers if server.name in names]
-            first = index % len(asked)
-            order = asked[first:] + asked[:first]
-            for server in order if repeat % 2 == 0 else order[::-1]:
-                key = {"workload": workload, "concurrency": concurrency, "repeat": repeat, "configuration": server.name}
-                if results.has(**key):
-                    continue
-                found = awake(server, load, prompts, concurrency)
-                results.add(**key, **found)
-                print(f"{workload} x {concurrency}, {server.name}: {found['output_throughput']:.1f} tokens/s", flush=True)
-            longest = max(longest, time.monotonic() - began)
+    cells = cells_of(options)
+    spent, num_rounds = [0.0] * len(cells), [0] * len(cells)
+    while min(num_rounds) < options.rounds:
+        # Whatever was measured before: first every cell once, then the one that took least time.
+        index = min(range(len(cells)), key=lambda i: (num_rounds[i] >= options.rounds, num_rounds[i] > 0, spent[i]))
+        number, before = num_rounds[index], spent[index] / max(1, num_rounds[index])
+        if time.monotonic() + before > ends:
+            print("the time is up; the same command goes on from here", flush=True)
+            return
+        spent[index] += one_round(servers, load, results, cells[index], index, number, options)
+        num_rounds[index] += 1
+
+
+def one_round(
+    servers: list[Server], load: Load, results: Results, cell: tuple[str, int, list[str]], index: int, number: int,
+    options: argparse.Namespace,
+) -> float:
+    """Every configuration answers the prompts of round `number` of cell `index`. Returns the seconds that takes; what is there is kept."""
+    workload, concurrency, names = cell
+    prompts = texts(workload, num_prompts(workload, concurrency, options), FIRST_SEED + 100 * number + index)
+    asked = [server for server in servers if server.name in names]
+    first = index % len(asked)
+    order = asked[first:] + asked[:first]
+    for server in order if number % 2 == 0 else order[::-1]:
+        key = {"workload": workload, "concurrency": concurrency, "round": number, "configuration": server.name}
+        if not results.has(**key):
+            found = awake(server, load, prompts, concurrency)
+            results.add(**key, **found)
+            print(f"{workload} x {concurrency}, {server.name}: {found['output_throughput']:.1f} tokens/s", flush=True)
+    return results.seconds(workload=workload, concurrency=concurrency, round=number)
 
 
 def awake(server: Server, load: Load, prompts: list[str], concurrency: int) -> dict[str, Any]:
@@ -268,15 +293,15 @@ def awake(server: Server, load: Load, prompts: list[str], concurrency: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", required=True, help="the vllm executable")
+    parser.add_argument("--vllm", help="the vllm executable; needed for measuring")
     parser.add_argument("--model", default="smollm2-135m", help="anything `headway serve` takes")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--configurations", default="none,k2,k4,k8,table,headway,headway+proposer")
+    parser.add_argument("--configurations", default="none,k2,k4,table,headway,headway+proposer")
     parser.add_argument("--workloads", default="code-edit,chat,mixed")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drift", type=int, nargs="*", default=[16], help="concurrency of the drifting load; none: leave it out")
-    parser.add_argument("--drift-configurations", default="none,k4,table,headway,headway+proposer")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--drift-configurations", default="k4,table,headway,headway+proposer")
+    parser.add_argument("--rounds", type=int, default=3, help="of each cell at most")
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--min-prompts", type=int, default=4)
     parser.add_argument("--max-k", type=int, default=16, help="num_speculative_tokens of Headway's configurations")
@@ -289,12 +314,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--report", action="store_true", help="measure nothing: print what --output holds as a table")
     options = parser.parse_args()
+    if options.report:
+        report(json.loads(options.output.read_text()))
+        return
+    if not options.vllm:
+        parser.error("--vllm is needed for measuring")
+    check_installed(options.vllm)
     ends = time.monotonic() + options.time_budget if options.time_budget else float("inf")
     results = Results(options.output, options)
-    if options.report:
-        print(table(results.document))
-        print(json.dumps(results.document["overall"], indent=1))
-        return
     directory = str(hub.resolve(options.model))
     servers: list[Server] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)   # servers must not outlive it
@@ -312,8 +339,22 @@ def main() -> None:
             for server in servers:
                 server.stop()
     results.write()
-    print(table(results.document))
-    print(json.dumps(results.document["overall"]))
+    report(results.document)
+
+
+def report(document: dict[str, Any]) -> None:
+    print(table(document))
+    print(json.dumps(document["overall"], indent=1))
+
+
+def check_installed(vllm: str) -> None:
+    """vLLM finds the plugin by its entry points. An installation from before they existed would be measured without it."""
+    code = "from importlib.metadata import entry_points as e; print([p.value for g in GROUPS for p in e(group=g) if p.name == 'headway'])"
+    code = f"GROUPS = {tuple(ENTRY_POINTS)!r}; {code}"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    shown = subprocess.run([str(Path(vllm).with_name("python")), "-c", code], env=environment, capture_output=True, text=True, check=True)
+    if shown.stdout.strip() != repr(list(ENTRY_POINTS.values())):
+        raise SystemExit(f"vLLM finds {shown.stdout.strip()} of Headway's entry points; install it again: pip install -e {SOURCE.parent}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from headway.control.costs import CostModel
 from headway.control.policy import BatchView, DraftView, Policy
 from headway.types import Choice, Feedback
-from headway.vllm.chooser import QUIET, Chooser
+from headway.vllm.chooser import QUIET, REST, Chooser
 from headway.vllm.counters import Counters
 from headway.vllm.pilot import Pilot
 from headway.vllm.proposer import ScoredDraft
@@ -236,6 +236,22 @@ def test_drafting_rests_while_nothing_is_worth_verifying() -> None:
         asked.append(engine.num_to_draft)
     assert all(k == 4 for k in asked[:QUIET])
     assert 0 < sum(k > 0 for k in asked[-QUIET:]) <= QUIET // 2
+
+
+def test_at_rest_the_policy_is_asked_where_there_are_drafts() -> None:
+    engine = Engine(policy := Recorder(verify=0))
+    engine.add(request("a", [1, 2, 3], max_tokens=500))
+    for step in range(4 * QUIET):
+        if step == 2 * QUIET:
+            num_asked, num_shadows = len(policy.views), sum(len(feedback.shadows) for feedback in policy.feedback)
+        engine.update(engine.schedule(), {"a": [6]})
+        engine.draft({"a": [6, 7]} if engine.num_to_draft else {})
+    seen = policy.views[num_asked:]
+    assert len(seen) == 2 * QUIET // REST
+    assert all(view.sequences[0].max_k for view in seen)
+    assert len({view.step for view in policy.views}) == len(policy.views)
+    assert sum(len(feedback.shadows) for feedback in policy.feedback) - num_shadows >= len(seen) - 1   # judged meanwhile, told then
+    assert engine.counters.num_steps == 4 * QUIET
 
 
 def test_confidence_of_the_proposer_and_of_copies() -> None:

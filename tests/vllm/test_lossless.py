@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,30 @@ def test_greedy_text_is_the_same(offline: Offline, plain: list[list[int]], specu
     llm = with_headway(offline, speculative, max_num_seqs=max_num_seqs)
     assert written(llm, prompts()) == plain
     check_counters(llm, sum(map(len, plain)))
+
+
+@pytest.mark.parametrize("speculative", [NGRAM, CUSTOM], ids=["ngram", "proposer"])
+def test_a_step_without_drafts_is_a_plain_step(offline: Offline, plain: list[list[int]], speculative: dict[str, Any]) -> None:
+    """No rejection sampler, and after a while hardly a drafter: vLLM's plugin loader has found headway.vllm.runner."""
+    llm = with_headway(offline, speculative)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: (calls.update([name]), method(*args, **kwargs))[1])
+
+    count(runner.rejection_sampler, "forward")
+    count(runner.drafter, "propose")
+    off = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, extra_args={"headway_enabled": 0})
+    found = llm.generate(prompts(), off, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in found] == plain
+    first = [output.outputs[0] for output in found]
+    assert all(token in step for one in first for token, step in zip(one.token_ids, one.logprobs, strict=True))
+    assert calls["forward"] == 0
+    assert 0 < calls["propose"] < 0.8 * scheduler_of(llm)._parts.counters.num_steps
+    assert written(llm, prompts()) == plain
+    assert calls["forward"] > 0
 
 
 def test_the_proposer_alone(offline: Offline, plain: list[list[int]]) -> None:

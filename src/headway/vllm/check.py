@@ -269,7 +269,8 @@ def _requests(f: Facts) -> Iterator[Finding]:
 def _metrics(f: Facts) -> Iterator[Finding]:
     plugins = f.environment.get("VLLM_PLUGINS")
     if plugins is not None and "headway" not in [name.strip() for name in plugins.split(",")]:
-        yield Finding(WARNING, "VLLM_PLUGINS leaves headway out", "the scheduler works, but Headway's metrics are not on /metrics")
+        why = "the scheduler works, but Headway's metrics are not on /metrics, and steps without drafts cost a little more"
+        yield Finding(WARNING, "VLLM_PLUGINS leaves headway out", why)
     if f.api_servers > 1:
         yield Finding(NOTE, f"{f.api_servers} API servers", "Headway's metrics add up over them; the reason of the last change is left out")
 

@@ -106,6 +106,10 @@ class Chooser:
         """Whether drafts made at the end of this step may be worth their time."""
         return self._num_quiet < QUIET or self._step % REST == 0
 
+    def rest(self) -> None:
+        """A step for which nothing was drafted, and nothing is to be decided: it takes no time, and its outcome is only counted."""
+        self._step += 1
+
     def trim(self, sequences: Sequence[SequenceView], drafts: Mapping[int, Draft], load: Load, *, drafted: bool = True) -> Decision:
         """Which of `drafts` (seq_id -> Draft, not empty) to verify. `drafted`: whether they were asked for at all."""
         began = time.perf_counter()
@@ -198,7 +202,7 @@ class Chooser:
         return {seq_id: max(0, min(lengths.get(seq_id, len(draft)), len(draft))) for seq_id, draft in proposed.items()}
 
     def _feedback(self, decision: Decision | None, outcome: StepOutcome) -> Feedback:
-        shadows = self.shadows.resolved()
+        shadows = self.shadows.resolved() if decision is not None else ()   # they wait for a step that the policy is shown
         if decision is not None and decision.probed is not None:
             shadows += tuple(
                 ShadowFeedback(row.tracked.seq_id, self.drafter, 0, row.num_drafts, row.num_accepted)
@@ -217,7 +221,7 @@ class Chooser:
             num_rows=outcome.num_rows,
             num_waiting=outcome.num_waiting,
             policy_ms=self._policy_s * 1e3 if decision else 0.0,
-            shadows=shadows if decision else (),
+            shadows=shadows,
             forecast=self.policy.forecast if decision else None,
             reason=self.policy.reason,
         )

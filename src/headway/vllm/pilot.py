@@ -87,6 +87,9 @@ class Pilot:
             return
         if self._mark is None:
             self._mark = self._clock()
+        if not (self._drafted or self._trace or self._flights or self.chooser.wants_drafts):
+            self.chooser.rest()
+            return
         running = [(request, self._of(request)) for request in scheduler.running]
         held = [(request, tracked) for request, tracked in running if request.spec_token_ids]
         drafts = {tracked.seq_id: self._draft(request, tracked) for request, tracked in held}
