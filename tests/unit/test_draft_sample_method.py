@@ -48,7 +48,8 @@ def test_who_gets_drawn_drafts(deterministic: bool) -> None:
     def advance(going: list[int], tokens: Tensor, state: Tensor, position: int, num: int) -> list[Prediction]:
         return [Prediction(logits[going] + position, state)]
 
-    drafts = draft_chain(requests, keep_all, Argmax(), Prediction(logits, torch.zeros(4, 1)), advance, None, deterministic=deterministic)
+    first = [Prediction(logits, torch.zeros(4, 1))]
+    drafts = draft_chain(requests, keep_all, Argmax(), first, advance, None, deterministic=deterministic)
     likeliest = logits.argmax(-1).tolist()
     for request, draft, token in zip(requests, drafts, likeliest, strict=True):
         if request.greedy or deterministic:

@@ -12,10 +12,10 @@ import torch
 
 from headway import native
 from headway.drafters._eagle_network import load_eagle
-from headway.drafters._feature_native import StepPlan
 from headway.drafters._feature_network import FeatureNetwork
 from headway.drafters._mtp_network import MTPFile
 from headway.models.attention import KVCache
+from headway.models.attention_native import make_plan
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
 from tests.heads import eagle1_dir, eagle3_dir, mtp_dir
@@ -46,6 +46,7 @@ def mtp(target: Decoder, directory: Path, layout: str) -> FeatureNetwork:
 NETWORKS: dict[str, Callable[[Decoder, Path], FeatureNetwork]] = {
     "eagle3": eagle3,
     "trained here": lambda t, d: eagle3(t, d, norm_before_residual=True, fc_norm=True),
+    "norm before fusing": lambda t, d: eagle3(t, d, norm_before_fc=True),
     "normed output": lambda t, d: eagle3(t, d, norm_output=True),
     "whole vocabulary, two layers": lambda t, d: eagle3(t, d, draft_vocab=None, num_layers=2),
     "eagle1": lambda t, d: load_eagle(eagle1_dir(d, t.directory, **INNER), t),
@@ -61,36 +62,30 @@ def network(request: pytest.FixtureRequest, target: Decoder, tmp_path_factory: p
     return made
 
 
-def features(num: int) -> torch.Tensor:
-    return torch.randn(num, 64, generator=torch.Generator().manual_seed(num)).to(torch.bfloat16)
+def features(num: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num, 64, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 def draft(network: FeatureNetwork, num_passes: int, in_one_call: bool) -> tuple[list[Any], list[torch.Tensor]]:
-    """Two sequences with 3 and 18 unread positions, then `num_passes` of one row each, the second across the end of a block."""
+    """Two sequences with 3 and 18 unread positions, then passes of one row each, the second across the end of a block."""
     cache = KVCache(network.shape, 8, BLOCK, network.dtype, network.device)
     for pages in cache.layers:
         pages.zero_()
     tables, lengths = [[0, 1], [2, 3, 4]], [3, 18]
     rows = [(table, 0, length) for table, length in zip(tables, lengths, strict=True)]
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    compiled, network.native = network.native, network.native if in_one_call else None
-    try:
-        ends = torch.tensor([2, 20])
-        found = network.steps(torch.arange(30, 51), positions, features(21), cache.plan(rows), cache, ends)
-        said = [(p.logits.argmax(-1) if p.best is None else p.best, p.logits, p.state, p.confidence) for p in found]
-        tokens, state, at = ids(network, found[0].logits), found[0].state, torch.tensor(lengths)
-        steps = [(table, length, 1) for table, length in zip(tables, lengths, strict=True)]
-        both = torch.arange(2)
-        if in_one_call:
-            plan = StepPlan(steps, num_passes, at, BLOCK, network.rope)
-            found = network.steps(tokens, at, state, plan, cache, both, num_passes)
-        else:
-            found = []
-            for i in range(num_passes):
-                plan_of_one = cache.plan([(table, start + i, 1) for table, start, _ in steps])
-                found += network.steps(tokens, at + i, state, plan_of_one, cache, both)
-                tokens, state = ids(network, found[-1].logits), found[-1].state
-    finally:
+    parts = [tuple(features(length, seed) for seed in range(len(network.hidden_layers))) for length in lengths]
+    tokens, positions, ends = torch.arange(30, 51), torch.cat([torch.arange(length) for length in lengths]), torch.tensor([2, 20])
+    if in_one_call:
+        following = (torch.arange(num_passes - 1)[:, None] + torch.tensor(lengths)).flatten()
+        plan = make_plan(rows, BLOCK, "cpu", ahead=num_passes - 1)
+        found = network.steps(tokens, torch.cat([positions, following]), parts, plan, cache, ends, num_passes)
+    else:
+        compiled, network.native = network.native, None
+        found = network.steps(tokens, positions, network.fuse_parts(parts), cache.plan(rows), cache, ends)
+        for i in range(num_passes - 1):
+            plan = cache.plan([(table, length + i, 1) for table, length in zip(tables, lengths, strict=True)])
+            tokens, at = ids(network, found[-1].logits), torch.tensor(lengths) + i
+            found += network.steps(tokens, at, found[-1].state, plan, cache, torch.arange(2))
         network.native = compiled
     said = [(ids(network, p.logits) if p.best is None else p.best, p.confidence) for p in found]
     return [*said, found[-1].logits, found[-1].state], cache.layers
@@ -113,18 +108,46 @@ def test_one_call_has_the_bits_of_its_operations(network: FeatureNetwork) -> Non
     np.testing.assert_allclose(ours[-1][1], logits.float().softmax(-1).amax(-1).numpy(), rtol=1e-4)
 
 
+def test_the_network_s_own_output_goes_on_as_in_one_call(network: FeatureNetwork) -> None:
+    """One row, then three passes that read features instead of hidden states: the same as four behind the row."""
+    found = []
+    for first in (1, 4):
+        cache = KVCache(network.shape, 2, BLOCK, network.dtype, network.device)
+        for pages in cache.layers:
+            pages.zero_()
+        hidden = [tuple(features(1, seed) for seed in range(len(network.hidden_layers)))]
+        one, at = torch.tensor([0]), torch.arange(9, 9 + first)
+        said = network.steps(torch.tensor([7]), at, hidden, make_plan([([1, 0], 14, 1)], BLOCK, "cpu", ahead=first - 1), cache, one, first)
+        if first == 1:
+            plan = make_plan([([1, 0], 15, 1)], BLOCK, "cpu", ahead=2)
+            said = network.steps(said[0].best, torch.arange(10, 13), said[0].state, plan, cache, one, 3)   # type: ignore[arg-type]
+        found.append(said[-1])
+    assert torch.equal(found[0].logits, found[1].logits)
+    assert torch.equal(found[0].state, found[1].state)
+
+
 def test_nothing_wrong_reaches_the_kernels(target: Decoder, tmp_path: Path) -> None:
     network = eagle3(target, tmp_path / "head")
     cache = KVCache(network.shape, 2, BLOCK, network.dtype, network.device)
+    num_hidden = len(network.hidden_layers)
 
-    def run(token: int = 5, picked: int = 0, dtype: torch.dtype = torch.bfloat16, num: int = 1) -> None:
-        at, plan = torch.zeros(1, dtype=torch.int64), cache.plan([([0], 0, 1)])
-        network.steps(torch.tensor([token]), at, features(1).to(dtype), plan, cache, torch.tensor([picked]), num)
+    def run(token: int = 5, picked: int = 0, given: Any = None, num: int = 1, ahead: int = 0) -> None:
+        at, plan = torch.zeros(1 + ahead, dtype=torch.int64), make_plan([([0], 0, 1)], BLOCK, "cpu", ahead=ahead)
+        network.steps(torch.tensor([token]), at, features(1) if given is None else given, plan, cache, torch.tensor([picked]), num)
 
     run()
-    for mistake in ({"token": 320}, {"token": -1}, {"picked": 1}, {"dtype": torch.float32}, {"num": 2}):
+    run(given=[(features(1),) * num_hidden])
+    run(num=3, ahead=2)
+    mistakes: list[dict[str, Any]] = [
+        {"token": 320}, {"token": -1}, {"picked": 1}, {"given": features(1).float()}, {"num": 2}, {"ahead": 1}, {"given": features(2)},
+        {"given": [(features(1),) * (num_hidden + 1)]}, {"given": [(features(2),) * num_hidden]}, {"given": [(features(1),) * num_hidden] * 2},
+        {"given": [(features(1)[:, :32],) * num_hidden]}, {"given": [(features(1).float(),) * num_hidden]},
+    ]
+    for mistake in mistakes:
         with pytest.raises(ValueError, match=r"must be contiguous|need a plan"):
-            run(**mistake)   # type: ignore[arg-type]
+            run(**mistake)
+    with pytest.raises(ValueError, match="needs 2 blocks"):
+        run(num=17, ahead=16)
 
 
 def test_what_does_not_pack_runs_operation_by_operation(target: Decoder, tmp_path: Path) -> None:
@@ -134,8 +157,12 @@ def test_what_does_not_pack_runs_operation_by_operation(target: Decoder, tmp_pat
     assert eagle3(wide, tmp_path / "wide").native is None
 
 
-def test_a_target_s_output_layer_in_int8_runs_operation_by_operation(target: Decoder, tmp_path: Path) -> None:
+def test_a_target_s_output_layer_in_int8_runs_in_one_call(target: Decoder, tmp_path: Path) -> None:
     narrow = load_model(str(target.directory), dtype="bfloat16", device="cpu", progress=False, quantization="int8")
     network = load_eagle(eagle1_dir(tmp_path / "head", target.directory, **INNER), narrow)
     assert network.lm_head.packed is not None
-    assert (network.lm_head.packed.scales is None) == (network.native is not None)
+    assert network.lm_head.packed.scales is not None
+    (*ours, our_logits, _), _ = draft(network, 5, in_one_call=True)
+    (*theirs, logits, _), _ = draft(network, 5, in_one_call=False)
+    assert torch.equal(our_logits, logits)
+    assert all(torch.equal(best, expected) for (best, _), (expected, _) in zip(ours, theirs, strict=True))

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.drafters._mtp_network import MTPFile, MTPNetwork
+from headway.drafters._feature_network import FeatureNetwork
+from headway.drafters._mtp_network import MTPFile
 from headway.engine.engine import Engine
 from headway.errors import ModelError
 from headway.models.attention import KVCache
@@ -36,7 +37,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_target(tiny_model_dir(tmp_path_factory.mktemp("target"), "llama", seed=3))
 
 
-def logits_of(network: MTPNetwork, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def logits_of(network: FeatureNetwork, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     cache = KVCache(network.shape, 1, 16, network.dtype, network.device)
     plan = cache.plan([([0], 0, ROWS)])
     x = network.forward(tokens[1 : ROWS + 1], torch.arange(ROWS), network.fuse([hidden[:ROWS]]), plan, cache)

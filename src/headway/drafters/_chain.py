@@ -81,11 +81,19 @@ def catch_up(num_unread: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         yield part
 
 
+def num_unasked(
+    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, head: ConfidenceHead | None, deterministic: bool
+) -> int:
+    """How many tokens of each draft can be predicted in one go: nobody is asked between them, and they are the likeliest ones."""
+    plain = (deterministic or all(request.greedy for request in requests)) and sampler.takes_largest(requests)
+    return 1 if _listens(keep) or head is not None or not plain else min(request.k for request in requests)
+
+
 def draft_chain(
-    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, prediction: Prediction, advance: Advance,
+    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, following: list[Prediction], advance: Advance,
     target_ids: Tensor | None, head: ConfidenceHead | None = None, *, deterministic: bool = False,
 ) -> list[Draft]:
-    """One draft per request. `prediction` is that of the first draft token.
+    """One draft per request. `following` are the predictions of the first draft token, and of up to `num_unasked` in all.
 
     target_ids     int64 [draft vocabulary]: the target's token for each; None: the vocabularies are the same
     head           estimates confidence from the state; None: it is the largest probability
@@ -94,12 +102,12 @@ def draft_chain(
     Both kinds of confidence depend on the prefix alone. The policy is asked where a further pass would follow: what this one has predicted
     is paid for and drafted.
     """
-    listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
+    listens = _listens(keep)
     choose = _Chooser(requests, sampler, target_ids, deterministic)
     going = np.arange(len(requests))
     ks = np.array([request.k for request in requests])
     confidences: list[list[float]] = [[] for _ in requests]
-    position, following = 0, [prediction]
+    position = 0
     while len(going):
         for prediction in following:
             confidence = _confidence(prediction) if head is None else head(prediction.state).cpu().numpy()
@@ -118,6 +126,10 @@ def draft_chain(
             num = 1 if listens or head is not None or not choose.plain else int(ks[going].min()) - position
             following = advance(going.tolist(), tokens, state, position - 1, num)
     return choose.drafts(confidences)
+
+
+def _listens(keep: Keep) -> bool:
+    return keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
 
 
 class _Chooser:

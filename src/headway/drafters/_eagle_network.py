@@ -13,7 +13,7 @@ EAGLE-1: arXiv:2401.15077. EAGLE-3: arXiv:2503.01840.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwo
 from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import Linear, RMSNorm
+from headway.models.layers import Linear
 
 
 class EagleFile(FeatureFile):
@@ -48,38 +48,19 @@ class EagleFile(FeatureFile):
         self.hidden_layers = _hidden_layers(self.checkpoint, config, target.num_layers) if self.version_3 else (-1,)
 
     @torch.inference_mode()
-    def load(self, target: Decoder) -> Eagle1 | Eagle3:
+    def load(self, target: Decoder) -> FeatureNetwork:
         network = _eagle3(self, target) if self.version_3 else _eagle1(self, target)
         unused = ("lm_head.weight", "t2d", "hidden_norm.weight", "verifier_norm.weight", "verifier_lm_head.weight")
         self.checkpoint.finish(ignored=unused)
         return network
 
 
-def load_eagle(directory: Path, target: Decoder) -> Eagle1 | Eagle3:
+def load_eagle(directory: Path, target: Decoder) -> FeatureNetwork:
     return EagleFile(directory, target.config).load(target)
 
 
-class Eagle3(FeatureNetwork):
+def _eagle3(file: EagleFile, target: Decoder) -> FeatureNetwork:
     """Reads low, middle and high hidden states; its first layer attends over [embedding, feature]."""
-
-    fc: Linear
-    fc_norms: list[RMSNorm]          # one per hidden state; empty: none
-    input_norm: RMSNorm | None       # over all hidden states together
-
-    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
-        parts = [norm(part) for norm, part in zip(self.fc_norms, hidden, strict=True)] if self.fc_norms else hidden
-        x = torch.cat(tuple(parts), -1)
-        return self.fc(x if self.input_norm is None else self.input_norm(x))
-
-
-class Eagle1(FeatureNetwork):
-    """Continues the target's last hidden state itself, so the target's output layer reads it."""
-
-    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
-        return hidden[0]
-
-
-def _eagle3(file: EagleFile, target: Decoder) -> Eagle3:
     checkpoint, shape, layer_ids = file.checkpoint, file.shape, file.hidden_layers
     config, layer_config, num_layers = checkpoint.config, file.layer_config, shape.num_layers
     hidden, target_hidden = shape.hidden_size, target.config.hidden_size
@@ -88,32 +69,33 @@ def _eagle3(file: EagleFile, target: Decoder) -> Eagle3:
     layers = [build.layer(first, size_in=2 * hidden, window=_window(layer_config, 0))]
     layers += [build.layer(f"layers.{index}", window=_window(layer_config, index)) for index in range(1, num_layers)]
     hidden_norm = build.norm(f"{first}.hidden_norm")
-    fc = build.linear("fc", {"": hidden}, len(layer_ids) * target_hidden)
+    both = len(layer_ids) * target_hidden
     target_ids = _target_ids(checkpoint, config, shape.vocab_size)
     vocab = shape.vocab_size if target_ids is None else len(target_ids)
+    norms = [build.norm(f"fc_norm.{i}", target_hidden) for i in range(len(layer_ids))] if config.get("fc_norm") else []
     wiring = Wiring(
-        token_norm=layers[0].input_norm, feature_norm=hidden_norm, final_norm=build.norm("norm"),
+        hidden_norms=tuple(norms), wide_norm=build.norm("input_norm", both) if config.get("norm_before_fc") else None,
+        fuse=build.linear("fc", {"": hidden}, both), token_norm=layers[0].input_norm, feature_norm=hidden_norm, final_norm=build.norm("norm"),
         normed_residual=bool(config.get("norm_before_residual", False)),
         norm_output=bool(config.get("norm_output", False)),   # EAGLE 3.1
     )
-    network = Eagle3(shape, layer_ids, build.embedding("embed_tokens.weight", target.embedding), layers,
-                     _lm_head(build, target, vocab), None if target_ids is None else target_ids.to(target.device), wiring)
-    network.fc = fc
-    both = len(layer_ids) * target_hidden
-    network.input_norm = build.norm("input_norm", both) if config.get("norm_before_fc") else None
-    network.fc_norms = [build.norm(f"fc_norm.{i}", target_hidden) for i in range(len(layer_ids))] if config.get("fc_norm") else []
+    network = FeatureNetwork(
+        shape, layer_ids, build.embedding("embed_tokens.weight", target.embedding), layers, _lm_head(build, target, vocab),
+        None if target_ids is None else target_ids.to(target.device), wiring,
+    )
     network.num_bytes = build.num_bytes
     return network
 
 
-def _eagle1(file: EagleFile, target: Decoder) -> Eagle1:
+def _eagle1(file: EagleFile, target: Decoder) -> FeatureNetwork:
+    """Continues the target's last hidden state itself, so the target's output layer reads it."""
     checkpoint, shape = file.checkpoint, file.shape
     hidden = shape.hidden_size
     build = Builder(checkpoint, shape, target.dtype, target.device)
     layers = [build.layer(f"layers.{i}", input_norm=i > 0) for i in range(shape.num_layers)]
     fc = build.linear("fc", {"": hidden}, 2 * hidden, bias="fc.bias" in checkpoint)
     embedding = build.embedding("embed_tokens.weight", target.embedding)
-    network = Eagle1(shape, (-1,), embedding, layers, target.lm_head, None, Wiring(project=fc, direct=True))
+    network = FeatureNetwork(shape, (-1,), embedding, layers, target.lm_head, None, Wiring(project=fc, direct=True))
     network.num_bytes = build.num_bytes
     return network
 

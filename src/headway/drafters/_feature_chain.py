@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import Prediction, catch_up, draft_chain
+from headway.drafters._chain import Prediction, catch_up, draft_chain, num_unasked
 from headway.drafters._confidence_head import ConfidenceHead
-from headway.drafters._feature_native import StepPlan
 from headway.drafters._feature_network import FeatureFile, FeatureNetwork
-from headway.drafters._features import FeatureStore, FeatureTrack
+from headway.drafters._features import FeatureStore, FeatureTrack, Hidden
 from headway.drafters._tree import Level, TreeOptions, draft_trees
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
 from headway.errors import ConfigError
 from headway.models import hub
 from headway.models.attention import AttentionPlan, KVCache, Row, Tree
+from headway.models.attention_native import make_plan
 from headway.models.config import ModelConfig
 from headway.types import Draft
 
@@ -164,33 +164,36 @@ class FeatureChain(Drafter):
         def go_on(level: Level, features: Tensor) -> Prediction:
             return self._continue([states[i] for i in level.requests], level, features)
 
-        first = self._catch_up(requests, states)
         ids = self.network.target_ids
         if self.tree_size:
-            return draft_trees(requests, keep, self.sampler, first, go_on, ids, self.options)
+            return draft_trees(requests, keep, self.sampler, self._catch_up(requests, states)[0], go_on, ids, self.options)
+        num = num_unasked(requests, keep, self.sampler, self.head, self.deterministic)
+        first = self._catch_up(requests, states, num)
         return draft_chain(requests, keep, self.sampler, first, advance, ids, self.head, deterministic=self.deterministic)
 
-    def _catch_up(self, requests: list[DraftRequest], states: list[_State]) -> Prediction:
-        """Reads what was committed since; returns what the network says at each last position."""
-        hidden = [state.track.take() for state in states]
-        lengths = [len(h[0]) for h in hidden]
-        features = self.network.fuse([layers[0] if len(layers) == 1 else torch.cat(layers) for layers in zip(*hidden, strict=True)])
-        unread = [_Unread(*each) for each in zip(requests, states, torch.split(features, lengths), strict=True)]
-        for part in catch_up(lengths):
-            plan, token_ids, positions, rows = self._read([unread[i].first(num) for i, num in part])
-            self.network.forward(token_ids, positions, rows, plan, self.cache, fill=True)
-        plan, token_ids, positions, rows = self._read(unread)
-        ends = np.cumsum([len(each.features) for each in unread]) - 1
-        return self.network.steps(token_ids, positions, rows, plan, self.cache, torch.from_numpy(ends))[0]
+    def _catch_up(self, requests: list[DraftRequest], states: list[_State], num: int = 1) -> list[Prediction]:
+        """Reads what was committed since; returns what the network says at each last position, and behind it, up to `num` times."""
+        unread = [_Unread(request, state, state.track.take()) for request, state in zip(requests, states, strict=True)]
+        for part in catch_up([len(each) for each in unread]):
+            parts = [unread[i].first(num) for i, num in part]
+            plan, token_ids, positions = self._read(parts, 1)
+            features = self.network.fuse_parts([each.hidden for each in parts])
+            self.network.forward(token_ids, positions, features, plan, self.cache, fill=True)
+        num = num if self.network.several(self.cache) else 1
+        ends = torch.from_numpy(np.cumsum([len(each) for each in unread]) - 1)
+        plan, token_ids, positions = self._read(unread, num)
+        return self.network.steps(token_ids, positions, [each.hidden for each in unread], plan, self.cache, ends, num)
 
     def _advance(self, states: list[_State], tokens: Tensor, features: Tensor, position: int, num: int) -> list[Prediction]:
         """One more row per sequence, on the network's own output, or `num` of them; their K/V is scratch."""
-        network, at = self.network, [state.filled + position for state in states]
+        at, num = [state.filled + position for state in states], num if self.network.several(self.cache) else 1
         rows = [(state.blocks, where - state.begin, 1) for state, where in zip(states, at, strict=True)]
-        positions, everyone = torch.tensor(at, device=tokens.device), torch.arange(len(rows), device=tokens.device)
-        several = num > 1 and network.native is not None and self.cache.backend == "native"
-        plan = StepPlan(rows, num, positions, self.block_size, network.rope) if several else self.cache.plan(rows)
-        return network.steps(tokens, positions, features, plan, self.cache, everyone, num if several else 1)
+        positions = torch.tensor([where + i for i in range(num) for where in at], device=tokens.device)
+        everyone = torch.arange(len(rows), device=tokens.device)
+        return self.network.steps(tokens, positions, features, self._plan(rows, num), self.cache, everyone, num)
+
+    def _plan(self, rows: list[Row], num: int) -> AttentionPlan:
+        return self.cache.plan(rows) if num == 1 else make_plan(rows, self.block_size, self.network.device, ahead=num - 1)
 
     def _continue(self, states: list[_State], level: Level, features: Tensor) -> Prediction:
         """The nodes of a level: as `_advance`, `topk` rows per sequence, each seeing its own path."""
@@ -205,32 +208,33 @@ class FeatureChain(Drafter):
         plan = self.cache.plan(rows, trees)
         return self.network.steps(level.tokens.flatten(), positions, features.contiguous(), plan, self.cache, everyone)[0]
 
-    def _read(self, parts: list[_Unread]) -> tuple[AttentionPlan, Tensor, Tensor, Tensor]:
-        """(plan, token ids, positions, features) of one pass over unread positions; their K/V becomes part of the state."""
+    def _read(self, parts: list[_Unread], num: int) -> tuple[AttentionPlan, Tensor, Tensor]:
+        """(plan, token ids, positions) of a pass over unread positions, which become part of the state, and of `num` - 1 behind it."""
         spans: list[Row] = []
         token_ids: list[int] = []
         positions: list[int] = []
         for part in parts:
             state, begin = part.state, part.state.filled
-            stop = state.filled = begin + len(part.features)
+            stop = state.filled = begin + len(part)
             token_ids += part.request.token_ids[begin + 1 : stop + 1]
             positions += range(begin, stop)
             spans.append((state.blocks, begin - state.begin, stop - begin))
-        device, features = self.network.device, [part.features for part in parts]
-        return (
-            self.cache.plan(spans), torch.tensor(token_ids, device=device), torch.tensor(positions, device=device),
-            features[0] if len(features) == 1 else torch.cat(features),
-        )
+        positions += [part.state.filled + i for i in range(num - 1) for part in parts]
+        device = self.network.device
+        return self._plan(spans, num), torch.tensor(token_ids, device=device), torch.tensor(positions, device=device)
 
 
 @dataclass(slots=True)
 class _Unread:
     request: DraftRequest
     state: _State
-    features: Tensor
+    hidden: Hidden
+
+    def __len__(self) -> int:
+        return len(self.hidden[0])
 
     def first(self, num: int) -> _Unread:
         """Split off."""
-        part = _Unread(self.request, self.state, self.features[:num])
-        self.features = self.features[num:]
+        part = _Unread(self.request, self.state, tuple(layer[:num] for layer in self.hidden))
+        self.hidden = tuple(layer[num:] for layer in self.hidden)
         return part

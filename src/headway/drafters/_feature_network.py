@@ -1,8 +1,8 @@
 """What EAGLE heads and multi-token prediction modules have in common: a short decoder that continues the target's features.
 
 Position i holds the pair (token i + 1, feature i): the token is known, the feature is made from the target's hidden states at
-position i, or, while drafting, is the network's own output one position before. Each kind of network says how features are made
-(`fuse`), and how the pair enters the layers and what is read off behind them (`Wiring`).
+position i (`fuse`), or, while drafting, is the network's own output one position before. What differs from kind to kind is data: how
+features are made, how the pair enters the layers, and what is read off behind them (`Wiring`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from headway.drafters._chain import Prediction
 from headway.drafters._checkpoint import Checkpoint
 from headway.drafters._feature_native import NativePass
+from headway.drafters._features import Hidden
 from headway.errors import ModelError
 from headway.models.attention import AttentionPlan, KVCache
 from headway.models.attention_native import NativePlan
@@ -31,6 +32,9 @@ from headway.models.rope import Rope
 class Wiring:
     """What a network does before and behind its layers. Norms left out do nothing.
 
+    hidden_norms     of the target's hidden states, one each
+    wide_norm        of all of them side by side
+    fuse             them side by side -> feature; None: there is one, and it is the feature
     project          [token, feature] -> the layers' input; None: the input is the feature, and the first layer's attention reads the pair
     feature_first    in the pair
     mask_first       position 0 reads no token
@@ -39,6 +43,9 @@ class Wiring:
     norm_output      features handed on are those behind the final norm
     """
 
+    hidden_norms: tuple[RMSNorm, ...] = ()
+    wide_norm: RMSNorm | None = None
+    fuse: Linear | None = None
     token_norm: RMSNorm | None = None
     feature_norm: RMSNorm | None = None
     project: Linear | None = None
@@ -50,7 +57,7 @@ class Wiring:
     norm_output: bool = False
 
 
-class FeatureNetwork(ABC):
+class FeatureNetwork:
     """For inference only; weights in the target's dtype on its device.
 
     shape          dimensions of its decoder layers
@@ -74,22 +81,39 @@ class FeatureNetwork(ABC):
         self.num_bytes = 0   # of its own weights; set by the loader
         self.native = NativePass.make(self)
 
-    @abstractmethod
+    @torch.inference_mode()
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """The target's hidden states, one [n, target hidden] per entry of `hidden_layers` -> features [n, hidden]."""
+        wiring = self.wiring
+        parts = [norm(part) for norm, part in zip(wiring.hidden_norms, hidden, strict=True)] if wiring.hidden_norms else hidden
+        x = torch.cat(tuple(parts), -1)
+        x = x if wiring.wide_norm is None else wiring.wide_norm(x)
+        return x if wiring.fuse is None else wiring.fuse(x)
+
+    def fuse_parts(self, parts: Sequence[Hidden]) -> Tensor:
+        """`fuse` of the hidden states of several sequences, one after the other."""
+        return self.fuse([torch.cat(layers) for layers in zip(*parts, strict=True)] if len(parts) > 1 else parts[0])
+
+    def several(self, cache: KVCache) -> bool:
+        """Whether `steps` can run more than one pass."""
+        return self.native is not None and cache.backend == "native"
 
     @torch.inference_mode()
     def steps(
-        self, token_ids: Tensor, positions: Tensor, features: Tensor, plan: AttentionPlan, cache: KVCache, picked: Tensor, num: int = 1
+        self, token_ids: Tensor, positions: Tensor, features: Tensor | Sequence[Hidden], plan: AttentionPlan, cache: KVCache, picked: Tensor,
+        num: int = 1,
     ) -> list[Prediction]:
         """`forward`, then `predict` for the rows int64 [m] of the pass that predict: in one call of the compiled kernels where they can.
+        Instead of features it takes hidden states of the target in parts, for `fuse`.
 
-        Over a StepPlan they run `num` passes, each behind the likeliest token of the one before; all predictions then have the logits and
-        the state of the last.
+        Where they can (`several`), they run `num` passes, each further one behind the likeliest tokens of the one before; all predictions
+        then have the logits and the state of the last. The plan's rows are then chains of which the last token predicts, with room for
+        num - 1 more tokens (`NativePlan`), and their `positions` follow those of the pass, [n + (num - 1) * m].
         """
         if self.native is not None and isinstance(plan, NativePlan):
             plan.begin(positions, self.rope, self.dtype)
             return self.native(token_ids, positions, features, plan, cache, picked, num)
+        features = features if isinstance(features, Tensor) else self.fuse_parts(features)
         x = self.forward(token_ids, positions, features, plan, cache)
         return [Prediction(*self.predict(x[picked.to(x.device)]))]
 

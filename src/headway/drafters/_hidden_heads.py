@@ -111,7 +111,7 @@ class HiddenHeads(Drafter):
         if self.tree_size:
             found = draft_trees(asked, keep, self.sampler, first, go_on, network.target_ids, self.options)
         else:
-            found = draft_chain(asked, keep, self.sampler, first, advance, network.target_ids, deterministic=self.deterministic)
+            found = draft_chain(asked, keep, self.sampler, [first], advance, network.target_ids, deterministic=self.deterministic)
         for i, draft in zip(known, found, strict=True):
             drafts[i] = draft
         return drafts

@@ -14,13 +14,12 @@ The layer itself must be a dense Llama-like one; mixtures of experts and latent 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headway.drafters._checkpoint import Checkpoint, decoder_shape
 from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwork, Wiring
@@ -70,13 +69,6 @@ UNSUPPORTED = {
 }
 
 
-class MTPNetwork(FeatureNetwork):
-    """One module, chained over its own normed output."""
-
-    def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
-        return hidden[0]
-
-
 class MTPFile(FeatureFile):
     """A checkpoint that holds a module, alone or with the whole target. Raises ModelError naming what does not fit."""
 
@@ -116,7 +108,8 @@ class MTPFile(FeatureFile):
         return self.checkpoint.num_elements(tuple(f"{part}." for part in parts))
 
     @torch.inference_mode()
-    def load(self, target: Decoder) -> MTPNetwork:
+    def load(self, target: Decoder) -> FeatureNetwork:
+        """One module, chained over its own normed output."""
         shape, layout = self.shape, self.layout
         build = Builder(self.checkpoint, shape, target.dtype, target.device)
         layer = build.layer(self.name(layout.layer))
@@ -129,6 +122,6 @@ class MTPFile(FeatureFile):
             final_norm=build.norm(self.name(layout.final_norm)), feature_first=layout.hidden_first, mask_first=layout.mask_first,
             norm_output=True,
         )
-        network = MTPNetwork(shape, self.hidden_layers, target.embedding, [layer], lm_head, None, wiring)
+        network = FeatureNetwork(shape, self.hidden_layers, target.embedding, [layer], lm_head, None, wiring)
         network.num_bytes = build.num_bytes
         return network

@@ -48,14 +48,17 @@ def make_pages(
 
 
 class NativePlan(AttentionPlan):
-    """The rows as the kernels read them; arrays live as long as the plan."""
+    """The rows as the kernels read them; arrays live as long as the plan. `ahead`: so many more tokens of each row its table has room for,
+    which passes that follow in the same call write (native/draft.c)."""
 
-    def __init__(self, rows: Sequence[Row], block_size: int, library: native.Library, trees: Sequence[Tree | None] = ()) -> None:
-        self.library = library
+    def __init__(
+        self, rows: Sequence[Row], block_size: int, library: native.Library, trees: Sequence[Tree | None] = (), ahead: int = 0
+    ) -> None:
+        self.library, self.ahead = library, ahead
         self.block_size = block_size
         self.starts = np.array([start for _, start, _ in rows], dtype=np.int64)
         self.lengths = np.array([length for _, _, length in rows], dtype=np.int64)
-        counts = -(-(self.starts + self.lengths) // block_size)
+        counts = -(-(self.starts + self.lengths + ahead) // block_size)
         self.tables = np.zeros((len(rows), int(counts.max(initial=1))), dtype=np.int32)
         for i, (table, _, _) in enumerate(rows):
             if len(table) < counts[i]:
@@ -146,10 +149,12 @@ class NativePlan(AttentionPlan):
         return tasks.astype(np.int32)
 
 
-def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str, trees: Sequence[Tree | None] = ()) -> NativePlan:
+def make_plan(
+    rows: Sequence[Row], block_size: int, device: torch.device | str, trees: Sequence[Tree | None] = (), ahead: int = 0
+) -> NativePlan:
     library = native.library()
     assert library is not None
-    return NativePlan(rows, block_size, library, trees)
+    return NativePlan(rows, block_size, library, trees, ahead)
 
 
 def move(cache: KVCache, sources: Sequence[int], targets: Sequence[int]) -> None:

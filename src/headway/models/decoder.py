@@ -59,26 +59,29 @@ class Decoder:
             token_ids, positions = token_ids[plan.order], positions[plan.order]
         plan.begin(positions, self.rope, self.dtype)
         x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden]
-        kept: dict[int, Tensor] = {}
-        begin = 0
-        for end in sorted({num_layers or len(self.layers), *(index + 1 for index in hidden_layers if index >= 0)}):
-            kept[end - 1] = x = self._run(x, begin, end, plan, cache)
-            begin = end
+        wanted = sorted({index for index in hidden_layers if index >= 0})
+        x, outputs = self._run(x, max([num_layers or len(self.layers), *(index + 1 for index in wanted)]), plan, cache, wanted)
+        kept = dict(zip(wanted, outputs, strict=True))
         kept[-1] = x = self.norm(x)
         if plan.inverse is not None:
             x, kept = x[plan.inverse], {index: tensor[plan.inverse] for index, tensor in kept.items()}
         return x, tuple(kept[index] for index in hidden_layers)
 
-    def _run(self, x: Tensor, begin: int, end: int, plan: AttentionPlan, cache: KVCache) -> Tensor:
-        """Layers [begin, end) of x [num_tokens, hidden]."""
+    def _run(
+        self, x: Tensor, num_layers: int, plan: AttentionPlan, cache: KVCache, wanted: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(output of the first layers of x [num_tokens, hidden], those of the layers in `wanted`, which are in order)."""
         if self.stack is not None and isinstance(plan, NativePlan):
-            return self.stack.run(x, begin, end, plan, cache)
-        for layer, pages in zip(self.layers[begin:end], cache.layers[begin:end], strict=True):
+            return self.stack.run(x, num_layers, plan, cache, wanted)
+        kept = []
+        for index, (layer, pages) in enumerate(zip(self.layers[:num_layers], cache.layers[:num_layers], strict=True)):
             qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, self.config.head_dim)  # [num_tokens, heads + 2 * kv_heads, head_dim]
             plan.write(qkv, layer, pages)
             x = layer.o.add_to(x, plan.attend(qkv, layer, pages))
             x = layer.mlp(layer.post_norm(x), x)
-        return x
+            if index in wanted:
+                kept.append(x)
+        return x, kept
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

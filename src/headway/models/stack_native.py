@@ -29,7 +29,7 @@ class _LayerRecord(ctypes.Structure):
 class StackArgs(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("layers", "pages", "rotate", "attention", "entered", "x", "normed", "qkv", "attended", "inner")),
-        ("quantised", _P),
+        ("quantised", _P), ("outputs", _P),
         *((name, _I64) for name in ("num_layers", "num_tokens", "hidden", "qkv_size", "q_size", "inner_size", "enter_size")),
         ("num_threads", ctypes.c_int32), ("eps", ctypes.c_float),
     )
@@ -61,17 +61,22 @@ class NativeStack:
         same = len(shapes) == 1 and all(qkv.size_in == rest[-1].size_out for qkv, *rest in products[1:])
         return cls(layers, head_dim, library) if same else None
 
-    def run(self, x: Tensor, begin: int, end: int, plan: NativePlan, cache: KVCache) -> Tensor:
-        """Layers [begin, end) of `x` bfloat16 [num_tokens, hidden]; returns a new tensor."""
+    def run(self, x: Tensor, num_layers: int, plan: NativePlan, cache: KVCache, wanted: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
+        """The first layers of `x` bfloat16 [num_tokens, hidden]; returns new tensors: their output, and that of each layer in `wanted`."""
         if x.shape[1] != self.hidden_size or self.qkv.size_in != self.hidden_size or x.dtype != torch.bfloat16:
             raise ValueError(f"x must be bfloat16 [n, {self.qkv.size_in}], got {tuple(x.shape)} {x.dtype}")
         x = x.clone(memory_format=torch.contiguous_format)
-        args, _scratch = self.arguments(x, begin, end, plan, cache)
+        args, _scratch = self.arguments(x, num_layers, plan, cache)
+        kept = [torch.empty_like(x) for _ in wanted]
+        outputs = (_P * num_layers)()
+        for layer, output in zip(wanted, kept, strict=True):
+            outputs[layer] = output.data_ptr()
+        args.outputs = ctypes.addressof(outputs) if kept else None
         self._function(ctypes.byref(args))
-        return x
+        return x, kept
 
-    def arguments(self, x: Tensor, begin: int, end: int, plan: NativePlan, cache: KVCache) -> tuple[StackArgs, tuple[Tensor, ...]]:
-        """The record for `x` bfloat16 [num_tokens, hidden], changed in place, and the tensors it points to beside it. Its `entered` is
+    def arguments(self, x: Tensor, num_layers: int, plan: NativePlan, cache: KVCache) -> tuple[StackArgs, tuple[Tensor, ...]]:
+        """The record for the first layers of `x` bfloat16 [num_tokens, hidden], changed in place, and the tensors it points to beside it. Its `entered` is
         what the first layer's attention reads instead of its normed input, [num_tokens, qkv.size_in]: None until it is set."""
         num_tokens, hidden = x.shape
         if len(cache.layers) != len(self._layers):
@@ -80,14 +85,13 @@ class NativeStack:
         qkv = x.new_empty(num_tokens, self.qkv.size_out // self.head_dim, self.head_dim)
         normed, attended, inner = torch.empty_like(x), x.new_empty(num_tokens, self.o.size_in), x.new_empty(num_tokens, inner_size)
         quantised = max((p.scratch(num_tokens) for p in (self.qkv, self.o, self.gate_up, self.down)), key=torch.Tensor.numel)
-        attention, rotate = plan.arguments(qkv, cache.layers[begin])
+        attention, rotate = plan.arguments(qkv, cache.layers[0])
         args = StackArgs(
-            layers=ctypes.addressof(self._records) + begin * ctypes.sizeof(_LayerRecord),
-            pages=ctypes.addressof(cache.pointers) + begin * ctypes.sizeof(_P),
+            layers=ctypes.addressof(self._records), pages=ctypes.addressof(cache.pointers),
             rotate=ctypes.addressof(rotate), attention=ctypes.addressof(attention),
             x=x.data_ptr(), normed=normed.data_ptr(), qkv=qkv.data_ptr(), attended=attended.data_ptr(), inner=inner.data_ptr(),
             quantised=quantised.data_ptr(),
-            num_layers=end - begin, num_tokens=num_tokens, hidden=hidden, qkv_size=self.qkv.size_out, q_size=self.o.size_in,
+            num_layers=num_layers, num_tokens=num_tokens, hidden=hidden, qkv_size=self.qkv.size_out, q_size=self.o.size_in,
             inner_size=inner_size, num_threads=torch.get_num_threads(), eps=self.eps,
         )
         return args, (qkv, normed, attended, inner, quantised)

@@ -40,6 +40,7 @@ EXPORT void stack_bf16(stack_args *a) {
         normalise(a, layer->post_norm);
         multiply(a, a->normed, &layer->gate_up, NULL, a->inner, a->hidden, 2 * a->inner_size, 1);
         multiply(a, a->inner, &layer->down, a->x, a->x, a->inner_size, a->hidden, 0);
+        if (a->outputs && a->outputs[i]) memcpy(a->outputs[i], a->x, (size_t)(a->num_tokens * a->hidden) * sizeof(bf16));
     }
 }
 #endif
