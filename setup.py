@@ -16,7 +16,8 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-SOURCES = [f"src/headway/native/{name}.c" for name in ("attention", "draft", "elementwise", "linear", "parallel", "sampling", "stack")]
+_SOURCES = ("attention", "draft", "elementwise", "linear", "parallel", "plan", "sampling", "stack")
+SOURCES = [f"src/headway/native/{name}.c" for name in _SOURCES]
 _HEADERS = ("attention_impl", "each_type", "elementwise_impl", "kernels", "parallel", "simd", "stack")
 HEADERS = [f"src/headway/native/{name}.h" for name in _HEADERS]
 SPECULATORS = [path for pattern in ("config.json", "model.safetensors", "README.md") for path in Path("speculators").glob(f"*/{pattern}")]

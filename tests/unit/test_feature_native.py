@@ -140,8 +140,9 @@ def test_nothing_wrong_reaches_the_kernels(target: Decoder, tmp_path: Path) -> N
     run(num=3, ahead=2)
     mistakes: list[dict[str, Any]] = [
         {"token": 320}, {"token": -1}, {"picked": 1}, {"given": features(1).float()}, {"num": 2}, {"ahead": 1}, {"given": features(2)},
-        {"given": [(features(1),) * (num_hidden + 1)]}, {"given": [(features(2),) * num_hidden]}, {"given": [(features(1),) * num_hidden] * 2},
-        {"given": [(features(1)[:, :32],) * num_hidden]}, {"given": [(features(1).float(),) * num_hidden]},
+        {"given": [(features(1),) * (num_hidden + 1)]}, {"given": [(features(2),) * num_hidden]},
+        {"given": [(features(1),) * num_hidden] * 2}, {"given": [(features(1)[:, :32],) * num_hidden]},
+        {"given": [(features(1).float(),) * num_hidden]},
     ]
     for mistake in mistakes:
         with pytest.raises(ValueError, match=r"must be contiguous|need a plan"):

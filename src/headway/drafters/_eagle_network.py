@@ -75,7 +75,8 @@ def _eagle3(file: EagleFile, target: Decoder) -> FeatureNetwork:
     norms = [build.norm(f"fc_norm.{i}", target_hidden) for i in range(len(layer_ids))] if config.get("fc_norm") else []
     wiring = Wiring(
         hidden_norms=tuple(norms), wide_norm=build.norm("input_norm", both) if config.get("norm_before_fc") else None,
-        fuse=build.linear("fc", {"": hidden}, both), token_norm=layers[0].input_norm, feature_norm=hidden_norm, final_norm=build.norm("norm"),
+        fuse=build.linear("fc", {"": hidden}, both),
+        token_norm=layers[0].input_norm, feature_norm=hidden_norm, final_norm=build.norm("norm"),
         normed_residual=bool(config.get("norm_before_residual", False)),
         norm_output=bool(config.get("norm_output", False)),   # EAGLE 3.1
     )

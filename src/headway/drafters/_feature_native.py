@@ -61,8 +61,8 @@ class NativePass:
         self._args = _DraftArgs(
             hidden_norms=ctypes.addressof(self._norms) if wiring.hidden_norms else None, wide_norm=_weight(wiring.wide_norm),
             fuse=_product(fuse), embedding=network.embedding.data_ptr(), token_norm=_weight(wiring.token_norm),
-            feature_norm=_weight(wiring.feature_norm), project=_product(project), final_norm=_weight(wiring.final_norm), head=_product(head),
-            target_ids=None if network.target_ids is None else network.target_ids.data_ptr(), width=head.size_out,
+            feature_norm=_weight(wiring.feature_norm), project=_product(project), final_norm=_weight(wiring.final_norm),
+            head=_product(head), target_ids=None if network.target_ids is None else network.target_ids.data_ptr(), width=head.size_out,
             num_hidden=self.num_hidden, hidden_size=self.wide_size // self.num_hidden, feature_first=wiring.feature_first,
             normed_residual=wiring.normed_residual, norm_output=wiring.norm_output, direct=wiring.direct,
         )
@@ -82,7 +82,7 @@ class NativePass:
             and stack.qkv.size_in == (2 * hidden if wiring.project is None else hidden)
             and head is not None and head.size_in == hidden
             and (wiring.project is None or wiring.project.packed is not None)
-            and (num_hidden == 1 if wiring.fuse is None else wiring.fuse.packed is not None and wiring.fuse.packed.size_in % num_hidden == 0)
+            and (num_hidden == 1 if wiring.fuse is None else wiring.fuse.packed is not None)
             and all(norm is None or (norm.library is not None and norm.eps == stack.eps) for norm in norms)
             and network.embedding.shape[1] == hidden and network.embedding.is_contiguous()
         )  # fmt: skip
@@ -97,7 +97,7 @@ class NativePass:
         for name, tensor, limit in (("token_ids", token_ids, self.vocab_size), ("picked", picked, num_tokens)):
             if tensor.dtype != torch.int64 or not tensor.is_contiguous() or tensor.numpy().view(np.uint64).max() >= limit:
                 raise ValueError(f"{name} must be contiguous int64 in [0, {limit}), got {tensor}")
-        if num_passes != plan.ahead + 1 or len(positions) != num_tokens + plan.ahead * num or (num_passes > 1 and num != len(plan.lengths)):
+        if num_passes != plan.ahead + 1 or len(positions) != num_tokens + plan.ahead * num or (num_passes > 1 and num != plan.num_rows):
             raise ValueError(f"{num_passes} passes need a plan with room for as many, of rows that all predict, and all their positions")
         taken = self._take(features, num_tokens)
         x, pair = torch.empty(num_tokens, hidden, dtype=torch.bfloat16), torch.empty(num_tokens, 2 * hidden, dtype=torch.bfloat16)

@@ -100,8 +100,8 @@ class FeatureNetwork:
 
     @torch.inference_mode()
     def steps(
-        self, token_ids: Tensor, positions: Tensor, features: Tensor | Sequence[Hidden], plan: AttentionPlan, cache: KVCache, picked: Tensor,
-        num: int = 1,
+        self, token_ids: Tensor, positions: Tensor, features: Tensor | Sequence[Hidden], plan: AttentionPlan, cache: KVCache,
+        picked: Tensor, num: int = 1,
     ) -> list[Prediction]:
         """`forward`, then `predict` for the rows int64 [m] of the pass that predict: in one call of the compiled kernels where they can.
         Instead of features it takes hidden states of the target in parts, for `fuse`.

@@ -6,11 +6,11 @@ A page tensor is [num_blocks, kv_heads, 2, block_size * head_dim]; the layout in
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from headway import native
@@ -19,10 +19,10 @@ from headway.models.config import ModelConfig
 from headway.models.layers import Layer
 from headway.models.rope import Rope
 from headway.native.memory import on_huge_pages
-from headway.native.ops import AttentionArgs, MoveArgs, RotateArgs
+from headway.native.ops import AttentionArgs, MoveArgs, PlanArgs, RotateArgs
 
 TASKS_PER_THREAD = 3
-"""Rows are cut finer when a step has few tasks, so that threads finish together."""
+"""As in native/plan.c."""
 
 
 def fits(config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device | str) -> bool:
@@ -49,40 +49,41 @@ def make_pages(
 
 class NativePlan(AttentionPlan):
     """The rows as the kernels read them; arrays live as long as the plan. `ahead`: so many more tokens of each row its table has room for,
-    which passes that follow in the same call write (native/draft.c)."""
+    which passes that follow in the same call write (native/draft.c); `begin` is then told the positions of those, too.
+
+    Plain arrays, filled by native/plan.c: what a pass of few tokens needs of numpy costs more than the arithmetic.
+    """
 
     def __init__(
         self, rows: Sequence[Row], block_size: int, library: native.Library, trees: Sequence[Tree | None] = (), ahead: int = 0
     ) -> None:
-        self.library, self.ahead = library, ahead
-        self.block_size = block_size
-        self.starts = np.array([start for _, start, _ in rows], dtype=np.int64)
-        self.lengths = np.array([length for _, _, length in rows], dtype=np.int64)
-        counts = -(-(self.starts + self.lengths + ahead) // block_size)
-        self.tables = np.zeros((len(rows), int(counts.max(initial=1))), dtype=np.int32)
-        for i, (table, _, _) in enumerate(rows):
-            if len(table) < counts[i]:
-                raise ValueError(f"row {i} needs {counts[i]} blocks of {block_size} tokens, its table has {len(table)}")
-            self.tables[i, : counts[i]] = table[: counts[i]]
-        if self.tables.min(initial=0) < 0 or self.starts.min(initial=0) < 0 or self.lengths.min(initial=1) < 1:
+        self.library, self.block_size, self.ahead = library, block_size, ahead
+        self.num_rows, self.num_tokens = len(rows), sum(length for _, _, length in rows)
+        counts = [-(-(start + length + ahead) // block_size) for _, start, length in rows]
+        for i, ((table, _, _), count) in enumerate(zip(rows, counts, strict=True)):
+            if len(table) < count:
+                raise ValueError(f"row {i} needs {count} blocks of {block_size} tokens, its table has {len(table)}")
+        self.table_width = max(counts, default=1)
+        blocks = []
+        for (table, _, _), count in zip(rows, counts, strict=True):
+            blocks += table[:count] + [0] * (self.table_width - count)
+        if min(blocks, default=0) < 0 or any(start < 0 or length < 1 for _, start, length in rows):
             raise ValueError("rows need blocks >= 0, starts >= 0 and lengths >= 1")
-        self.first_tokens = np.cumsum(self.lengths) - self.lengths
-        self.num_tokens = int(self.lengths.sum())
-        self.rows = np.stack([self.first_tokens, self.starts, self.lengths], axis=1).astype(np.int32)  # [num_rows, 3]
-        of_row = np.repeat(np.arange(len(rows)), self.lengths)
-        positions = np.arange(self.num_tokens) + np.repeat(self.starts - self.first_tokens, self.lengths)
-        self.slots = self.tables[of_row, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        self.max_block = int(self.tables.max(initial=0))
-        self.trees: NDArray[np.int32] | None = None     # [num_rows, 2]: slot of the first node or -1, its first entry in `parents`
+        self.max_block = max(blocks, default=0)
+        self.tables = array("i", blocks)                                                                # [num_rows, table_width]
+        self.rows = array("i", [number for _, start, length in rows for number in (0, start, length)])  # [num_rows, 3]
+        self.trees: array[int] | None = None     # [num_rows, 2]: slot of the first node or -1, its first entry in `parents`
         if trees:
-            sizes = [0 if tree is None else len(tree.parents) for tree in trees]
-            bases = [-1 if tree is None else tree.base for tree in trees]
-            self.trees = np.stack([bases, np.cumsum(sizes) - sizes], axis=1).astype(np.int32)
-            self.parents = np.array([parent for tree in trees if tree is not None for parent in tree.parents], dtype=np.int32)
+            self.trees, self.parents = array("i"), array("i")
+            for tree in trees:
+                self.trees.extend((-1 if tree is None else tree.base, len(self.parents)))
+                self.parents.extend(() if tree is None else tree.parents)
         self._attention: AttentionArgs | None = None
 
     def begin(self, positions: Tensor, rope: Rope, dtype: torch.dtype) -> None:
-        self.cos, self.sin = rope.angles(positions)
+        if positions.dtype != torch.int64 or not positions.is_contiguous() or len(positions) < self.num_tokens:
+            raise ValueError(f"positions must be contiguous int64, one for each of {self.num_tokens} tokens, got {positions}")
+        self.positions, self.rope = positions, rope
 
     def write(self, qkv: Tensor, layer: Layer, pages: Tensor) -> None:
         _, rotate = self.arguments(qkv, pages)
@@ -112,41 +113,34 @@ class NativePlan(AttentionPlan):
         if qkv.stride(2) != 1 or qkv.stride(1) != head_dim or self.max_block >= num_blocks:
             raise ValueError(f"qkv strides {qkv.stride()}, blocks up to {self.max_block} of {num_blocks}")
         if self._attention is None:
-            heads = all_heads - 2 * kv_heads
-            threads = torch.get_num_threads()
-            self.tasks = self._tasks(heads // kv_heads, kv_heads, threads)
-            self._attention = AttentionArgs(
-                tables=self.tables.ctypes.data, rows=self.rows.ctypes.data, tasks=self.tasks.ctypes.data, q_stride=qkv.stride(0),
-                table_width=self.tables.shape[1], num_tasks=len(self.tasks), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-                block_size=self.block_size, num_threads=threads, scale=head_dim**-0.5,
-            )
-            if self.trees is not None:
-                self._attention.trees, self._attention.parents = self.trees.ctypes.data, self.parents.ctypes.data
-            self._rotate = RotateArgs(
-                cos=self.cos.data_ptr(), sin=self.sin.data_ptr(), slots=self.slots.ctypes.data, num_tokens=num_tokens,
-                stride=qkv.stride(0), heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=self.block_size, num_threads=threads,
-            )
+            self._attention, self._rotate = self._make(qkv, kv_heads)
         elif self._attention.heads + 2 * kv_heads != all_heads or self._attention.q_stride != qkv.stride(0):
             raise ValueError(f"layers differ in shape: {tuple(qkv.shape)} after {self._attention.heads} heads")
         return self._attention, self._rotate
 
-    def _tasks(self, group: int, kv_heads: int, threads: int) -> NDArray[np.int32]:
-        """int32 [num_tasks, 4]: (row, KV head, first query vector, how many), those with the most keys first."""
-        vectors = self.lengths * group
-        most = self.library.tile_rows
-        whole = int((-(-vectors // most)).sum()) * kv_heads
-        if whole < TASKS_PER_THREAD * threads:
-            most = max(group, -(-int(vectors.max()) * whole // (TASKS_PER_THREAD * threads)))
-            most = min(most, self.library.tile_rows)
-        tiles = -(-vectors // most)
-        of_row = np.repeat(np.arange(len(vectors)), tiles)
-        first = (np.arange(len(of_row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * most
-        count = np.minimum(most, vectors[of_row] - first)
-        sees = self.starts[of_row] + (first + count - 1) // group
-        order = np.argsort(-sees * count, kind="stable")
-        tasks = np.stack([of_row, np.zeros_like(of_row), first, count], axis=1)[order].repeat(kv_heads, axis=0)
-        tasks[:, 1] = np.tile(np.arange(kv_heads), len(of_row))
-        return tasks.astype(np.int32)
+    def _make(self, qkv: Tensor, kv_heads: int) -> tuple[AttentionArgs, RotateArgs]:
+        num_tokens, all_heads, head_dim = qkv.shape
+        heads, threads, num_angles = all_heads - 2 * kv_heads, torch.get_num_threads(), len(self.positions)
+        tiles = sum(-(-length * (heads // kv_heads) // self.library.tile_rows) for length in self.rows[2::3])
+        self.slots, self.tasks = array("q", bytes(8 * num_tokens)), array("i", bytes(16 * (tiles * kv_heads + TASKS_PER_THREAD * threads)))
+        self.angles = torch.empty(2, num_angles, head_dim // 2)
+        tables, rows, slots, tasks = (each.buffer_info()[0] for each in (self.tables, self.rows, self.slots, self.tasks))
+        cos, half = self.angles.data_ptr(), head_dim // 2
+        sin = cos + 4 * num_angles * half
+        plan = PlanArgs(
+            tables=tables, rows=rows, positions=self.positions.data_ptr(), inv_freq=self.rope.inv_freq.data_ptr(), slots=slots, cos=cos,
+            sin=sin, tasks=tasks, num_rows=self.num_rows, table_width=self.table_width, num_angles=num_angles, half=half, heads=heads,
+            kv_heads=kv_heads, block_size=self.block_size, num_threads=threads, factor=self.rope.factor,
+        )
+        self.library.plan(ctypes.byref(plan))
+        shared = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": self.block_size, "num_threads": threads}
+        attention = AttentionArgs(
+            tables=tables, rows=rows, tasks=tasks, q_stride=qkv.stride(0), table_width=self.table_width, num_tasks=plan.num_tasks,
+            scale=head_dim**-0.5, **shared,
+        )
+        if self.trees is not None:
+            attention.trees, attention.parents = self.trees.buffer_info()[0], self.parents.buffer_info()[0]
+        return attention, RotateArgs(cos=cos, sin=sin, slots=slots, num_tokens=num_tokens, stride=qkv.stride(0), **shared)
 
 
 def make_plan(

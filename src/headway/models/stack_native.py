@@ -76,8 +76,9 @@ class NativeStack:
         return x, kept
 
     def arguments(self, x: Tensor, num_layers: int, plan: NativePlan, cache: KVCache) -> tuple[StackArgs, tuple[Tensor, ...]]:
-        """The record for the first layers of `x` bfloat16 [num_tokens, hidden], changed in place, and the tensors it points to beside it. Its `entered` is
-        what the first layer's attention reads instead of its normed input, [num_tokens, qkv.size_in]: None until it is set."""
+        """The record for the first layers of `x` bfloat16 [num_tokens, hidden], changed in place, and the tensors it points to beside it.
+        Its `entered` is what the first layer's attention reads instead of its normed input, [num_tokens, qkv.size_in]: None until it
+        is set."""
         num_tokens, hidden = x.shape
         if len(cache.layers) != len(self._layers):
             raise ValueError(f"the cache has {len(cache.layers)} layers, the decoder {len(self._layers)}")

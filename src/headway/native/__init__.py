@@ -41,6 +41,8 @@ class Library:
         self.threaded = team is not None
         if team is not None:
             self._dll.set_threads(team)
+        self.plan: Callable[[object], None] = self._dll.plan
+        self._dll.plan.restype = None
         self.bf16_pack: int = self._dll.bf16_pack()
         self.linear_panel: int = self._dll.linear_panel()
         self.tile_rows: int = self._dll.tile_rows()

@@ -78,6 +78,20 @@ typedef struct {
     int32_t kv_heads, head_dim, block_size, num_threads;
 } move_args;
 
+typedef struct {
+    const int32_t *tables;      // [num_rows][table_width]
+    int32_t *rows;              // [num_rows][3], as in attention_args: the first token is filled in
+    const int64_t *positions;   // [num_angles]: the pass's tokens, and those of passes that follow
+    const float *inv_freq;      // [half]
+    int64_t *slots;             // out: [num_tokens]
+    float *cos, *sin;           // out: [num_angles][half]
+    int32_t *tasks;             // out: [num_tasks][4], with room for one per KV head and tile of a row, and TASKS_PER_THREAD more per thread
+    int64_t num_rows, table_width, num_angles, half, num_tasks;     // num_tasks: out
+    int32_t heads, kv_heads, block_size, num_threads;
+    float factor;               // on cos and sin
+} plan_args;
+
+int tile_rows(void);
 void attention_bf16(attention_args *args);
 void rotate_bf16(rotate_args *args);
 void norm_bf16(norm_args *args);

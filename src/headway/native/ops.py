@@ -24,6 +24,15 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class PlanArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("tables", "rows", "positions", "inv_freq", "slots", "cos", "sin", "tasks")),
+        *((name, _I64) for name in ("num_rows", "table_width", "num_angles", "half", "num_tasks")),
+        *((name, _I32) for name in ("heads", "kv_heads", "block_size", "num_threads")),
+        ("factor", _F),
+    )
+
+
 class MoveArgs(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("pages", "sources", "targets")),
