@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headway.bench import sweep, sweep_report, sweep_run, throughput
+from headway.bench import flow, sweep, sweep_report, sweep_run, throughput
 from headway.bench.records import LoadOptions, Record, Run
 from headway.bench.svg import Line, heat_map, line_chart
 from headway.bench.sweep import SweepOptions
@@ -22,11 +22,12 @@ from headway.config import EngineConfig
 from headway.engine import memory
 from headway.engine.engine import Engine
 from headway.engine.memory import kv_bytes_each, plan_memory
+from headway.engine.metrics import EngineMetrics
 from headway.errors import ConfigError
-from headway.types import SpecDecodeMetrics
+from headway.types import OutputDelta, SpecDecodeMetrics
 from tests.tiny import tiny_model_dir
 
-TINY = SweepOptions(workloads="chat", concurrencies="1,4", configurations="off,suffix-k2,batch_table", rounds=2, warmup=1)
+TINY = SweepOptions(workloads="chat", concurrencies="1,4", configurations="off,suffix-k2,batch_table", rounds=2, output_len=4)
 
 
 class Letters:
@@ -46,35 +47,63 @@ def run_of(tokens_per_s: float, output: Sequence[int] = (1,)) -> Run:
     return Run((record,), SpecDecodeMetrics(), None, 0.0, {"num_steps": 1, "num_preemptions": 0})
 
 
-class Clock:
-    """Every run takes so many seconds; `ran` has (configuration, load, prompts)."""
+class Machine:
+    """Engines that write one token of each request a step; a step takes so many seconds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: dict[str, Any] | None = None) -> None:
-        self.now, self.seconds, self.steps = 0.0, seconds, steps
-        self.ran: list[tuple[str, LoadOptions, list[list[int]]]] = []
-        self.num_warmed = 0
-        monkeypatch.setattr(sweep_run.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(sweep_run.throughput, "run", self.warm_up)
-        monkeypatch.setattr(Sweep, "_measure", lambda _, *given: self.run(*given))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1.0) -> None:
+        self.now, self.seconds = 0.0, seconds
+        self.ran: list[tuple[str, int, list[int]]] = []   # (configuration, requests in flight then, prompt), as they were added
+        for module in (sweep_run, flow, throughput):
+            monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
 
-    def warm_up(self, engine: Any, prompts: Any, load: LoadOptions, label: str) -> None:
-        self.num_warmed += len(prompts)
+    def engines(self, names: Iterable[str]) -> Any:
+        return {name: Fake(name, self) for name in names}
 
-    def run(self, name: str, load: LoadOptions, prompts: list[list[int]]) -> tuple[Run, dict[str, Any]]:
-        self.now += self.seconds
-        self.ran.append((name, load, prompts))
-        series = {"t_s": [0.5], "k": [1.0], "batch": [1.0]}
-        return run_of(10.0), {"series": series} | ({"steps": self.steps} if self.steps else {})
+
+class Fake:
+    tokenizer = Letters()
+
+    def __init__(self, name: str, machine: Machine) -> None:
+        self.name, self._machine = name, machine
+        self._left: dict[str, int] = {}
+        self.metrics = EngineMetrics()
+        self.scheduler = SimpleNamespace(running=[])
+
+    def add(self, request: Any) -> None:
+        self._machine.ran.append((self.name, len(self._left), request.prompt_token_ids))
+        self._left[request.request_id] = request.params.max_tokens
+        self.scheduler.running.append(SimpleNamespace(request=request))
+
+    def abort(self, request_id: str) -> None:
+        self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        del self._left[request_id]
+        self.scheduler.running = [seq for seq in self.scheduler.running if seq.request.request_id != request_id]
+
+    def step(self) -> list[OutputDelta]:
+        self._machine.now += self._machine.seconds
+        self.metrics.step_ms += 1e3 * self._machine.seconds
+        self.metrics.num_generation_tokens += len(self._left)
+        self.metrics.num_sampling_rows += len(self._left)
+        self.metrics.num_step_tokens += len(self._left)
+        deltas = []
+        for request_id in list(self._left):
+            self._left[request_id] -= 1
+            done = self._left[request_id] == 0
+            deltas.append(OutputDelta(request_id, 0, [7], [False], "", finish_reason="length" if done else None))
+            if done:
+                self._drop(request_id)
+        return deltas
 
 
 def results(path: Path, options: SweepOptions, **config: Any) -> Results:
     return Results(path, sweep.head(options, config, model="m"))
 
 
-def swept(path: Path, options: SweepOptions) -> Results:
+def swept(path: Path, options: SweepOptions, machine: Machine) -> Results:
     found = results(path, options)
-    engines: Any = {name: SimpleNamespace(tokenizer=Letters()) for name in sweep.configurations(options)}
-    Sweep(engines, options, found, lambda count, what: None).run()
+    Sweep(machine.engines(sweep.configurations(options)), options, found, lambda count, what: None).run()
     return found
 
 
@@ -87,7 +116,8 @@ def test_cells_are_workloads_at_spread_concurrencies_and_patterns() -> None:
     assert list(cells) == [
         "chat@1", "mixed@1", "chat@4", "mixed@4", "chat@2", "mixed@2", "drift@4", "mixed@ramp-4", "mixed@poisson-4",
     ]
-    assert [cells[name].load.num_prompts for name in ("chat@1", "chat@4", "drift@4")] == [2, 6, 24]
+    assert [cells[name].load.num_prompts for name in ("chat@1", "chat@4", "drift@4", "mixed@ramp-4")] == [4, 6, 16, 12]
+    assert [cells[name].num_needed(3) for name in ("chat@4", "mixed@ramp-4", "mixed@poisson-4")] == [3 * 6 + 2 + 8, 3 * 12, 4 * 6]
     assert cells["drift@4"].load.workload == "drift:8"
     assert cells["mixed@ramp-4"].load.arrivals == "ramp"
     assert [name for name, cell in cells.items() if cell.needs_rate] == ["mixed@poisson-4"]
@@ -100,7 +130,7 @@ def test_a_workload_may_name_its_own_load() -> None:
         ("mixed@1", 1), ("jsonl:a@b@1", 1), ("chat@2", 2), ("chat@8", 8), ("drift@3", 3),
     ]
     assert cells[-1].load.workload == "drift:6"
-    assert [cell.load.num_prompts for cell in sweep.cells(SweepOptions(workloads="chat@8,drift@8", num_prompts=10))] == [10, 30]
+    assert [cell.load.num_prompts for cell in sweep.cells(SweepOptions(workloads="chat@8,drift@8", num_prompts=10))] == [10, 20]
 
 
 def test_spread_begins_with_the_ends() -> None:
@@ -161,54 +191,53 @@ def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None
 # -- order, budget, resuming --------------------------------------------------------------------------------------
 
 
-def test_a_round_is_the_same_prompts_for_all_and_who_begins_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, 1.0)
-    found = swept(tmp_path / "s.json", TINY)
-    assert [(name, load.concurrency) for name, load, _ in clock.ran[:6]] == [
-        ("off", 1), ("suffix-k2", 1), ("batch_table", 1), ("suffix-k2", 1), ("batch_table", 1), ("off", 1),
+def test_engines_take_turns_with_the_same_prompts_and_stay_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    found = swept(tmp_path / "s.json", TINY, machine)
+    by_name = {name: [prompt for who, _, prompt in machine.ran if who == name] for name in sweep.configurations(TINY)}
+    assert by_name["off"] == by_name["suffix-k2"] == by_name["batch_table"]
+    handed_out = [tuple(prompt) for prompt in by_name["off"]]
+    assert len(handed_out) == len(set(handed_out))
+    assert [run["configuration"] for run in found.runs if run["cell"] == "chat@1"] == [
+        "off", "suffix-k2", "batch_table", "suffix-k2", "batch_table", "off",
     ]
-    for start in range(0, 12, 3):
-        assert all(prompts == clock.ran[start][2] for _, _, prompts in clock.ran[start : start + 3])
-    handed_out = [tuple(prompt) for _, _, prompts in clock.ran[::3] for prompt in prompts]
-    assert len(handed_out) == len(set(handed_out)) == 2 * (2 + 6)
-    assert clock.num_warmed == 3   # one request for each engine, once
-    assert [run["round"] for run in found.runs if run["cell"] == "chat@1"] == [0] * 3 + [1] * 3
     assert ["series" in run for run in found.runs if run["cell"] == "chat@1"] == [False] * 3 + [True] * 3
+    assert {run["output_tokens_per_s"] for run in found.runs if run["cell"] == "chat@4"} == {4.0}
+    assert {run["output_tokens_per_s"] for run in found.runs if run["cell"] == "chat@1"} == {1.0}
+    assert all(run["equal_outputs"][0] == run["equal_outputs"][1] > 0 for run in found.runs if run["configuration"] != "off")
 
 
 def test_workloads_that_share_prompts_never_hand_one_out_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, 1.0)
-    options = SweepOptions(workloads="code-edit@2,chat@2,mixed@3,drift@2", configurations="off", rounds=2)
-    swept(tmp_path / "s.json", options)
-    handed_out = [tuple(prompt) for _, _, prompts in clock.ran for prompt in prompts]
-    assert len(handed_out) == len(set(handed_out)) == 2 * (3 + 3 + 4 + 12)
-    rounds = [prompts for _, load, prompts in clock.ran if load.workload == "drift:4"]
-    is_edit = [["Repeat" in "".join(map(chr, prompt)) for prompt in prompts] for prompts in rounds]
-    assert is_edit == [[True] * 4 + [False] * 4 + [True] * 4, [False] * 4 + [True] * 4 + [False] * 4]
+    machine = Machine(monkeypatch)
+    options = SweepOptions(workloads="code-edit@2,chat@2,mixed@3,drift@2", configurations="off", rounds=1, output_len=4)
+    swept(tmp_path / "s.json", options, machine)
+    handed_out = [tuple(prompt) for _, _, prompt in machine.ran]
+    assert len(handed_out) == len(set(handed_out))
+    is_edit = ["Repeat" in "".join(map(chr, prompt)) for _, _, prompt in machine.ran[-10:]]
+    assert is_edit[:8] == [True] * 4 + [False] * 4
 
 
 def test_a_sweep_that_was_cut_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, 1.0)
-    swept(tmp_path / "s.json", TINY)
-    whole = list(clock.ran)
+    machine = Machine(monkeypatch)
+    swept(tmp_path / "s.json", TINY, machine)
     document = json.loads((tmp_path / "s.json").read_text())
     document["runs"] = document["runs"][:3]
     (tmp_path / "s.json").write_text(json.dumps(document))
-    clock.ran.clear()
-    assert len(swept(tmp_path / "s.json", TINY).runs) == 12
-    assert clock.ran == whole[3:]
-    clock.ran.clear()
-    more = SweepOptions(**{**vars(TINY), "workloads": "mixed", "concurrencies": "2"})
-    found = swept(tmp_path / "s.json", more)
-    assert {load.workload for _, load, _ in clock.ran} == {"mixed"}
+    whole, machine.ran = machine.ran, []
+    assert len(swept(tmp_path / "s.json", TINY, machine).runs) == 12
+    assert machine.ran[0][2] == [prompt for name, _, prompt in whole if name == "off"][4]   # the first round had four
+    machine.ran = []
+    found = swept(tmp_path / "s.json", SweepOptions(**{**vars(TINY), "workloads": "mixed", "concurrencies": "2"}), machine)
+    assert {name for name, _, _ in machine.ran} == {"off", "suffix-k2", "batch_table"}
     assert Analysis(found.document).cells == ["chat@1", "chat@4", "mixed@2"]
+    assert len(found.runs) == 18
 
 
 def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     results(path, TINY, dtype="bfloat16").save()
     results(path, SweepOptions(**{**vars(TINY), "rounds": 3, "time_budget": 1.0}), dtype="bfloat16")
-    with pytest.raises(ConfigError, match="begun with output_len = 64, now it is 32"):
+    with pytest.raises(ConfigError, match="begun with output_len = 4, now it is 32"):
         results(path, SweepOptions(**{**vars(TINY), "output_len": 32}), dtype="bfloat16")
     with pytest.raises(ConfigError, match='begun with dtype = "bfloat16", now it is "float32"'):
         results(path, TINY, dtype="float32")
@@ -222,24 +251,24 @@ def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_budget_is_shared_by_the_cells_and_what_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, 10.0)
-    # 30 s a round: one for the first cell, whose share is 35 s; 40 s are left for the second.
-    found = swept(tmp_path / "s.json", SweepOptions(**{**vars(TINY), "rounds": 3, "time_budget": 70.0 / 60.0}))
-    assert [load.concurrency for _, load, _ in clock.ran] == [1] * 3 + [4] * 3
-    assert found.document["left_out"] == [
-        {"cell": "chat@1", "num_rounds": 2, "needs_s": 60.0}, {"cell": "chat@4", "num_rounds": 2, "needs_s": 60.0},
+    machine = Machine(monkeypatch)
+    options = dataclasses.replace(TINY, workloads="chat@1,mixed@1", rounds=3, time_budget=2.0, output_range_ratio=0.0)
+    # A lead-in takes 3 x 4 s, a round 3 x 16 s: one of each in the 60 s of either cell.
+    found = swept(tmp_path / "s.json", options, machine)
+    assert [(run["cell"], run["configuration"], run["round"]) for run in found.runs] == [
+        (cell, name, 0) for cell in ("chat@1", "mixed@1") for name in ("off", "suffix-k2", "batch_table")
     ]
+    assert [(item["cell"], item["num_rounds"]) for item in found.document["left_out"]] == [("chat@1", 2), ("mixed@1", 2)]
+    assert found.document["left_out"][0]["needs_s"] == 96.0
 
 
 def test_drift_says_how_long_each_switch_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Clock(monkeypatch, 1.0, {"phase": [0] * 20 + [1] * 20 + [2] * 20, "ms": [1.0] * 60, "tokens": [2] * 60})
-    options = SweepOptions(workloads="drift@2", configurations="suffix-k2,bandit", rounds=2)
-    found = swept(tmp_path / "s.json", options)
-    assert [run["recoveries"] for run in found.runs if run["configuration"] == "bandit"] == [
-        [{"to": "chat", "phase": 1, "steps": 0, "seconds": 0.0}, {"to": "code-edit", "phase": 2, "steps": 0, "seconds": 0.0}],
-        [{"to": "code-edit", "phase": 1, "steps": 0, "seconds": 0.0}, {"to": "chat", "phase": 2, "steps": 0, "seconds": 0.0}],
+    options = SweepOptions(workloads="drift@2", configurations="suffix-k2,bandit", rounds=2, num_prompts=8, output_len=12)
+    found = swept(tmp_path / "s.json", options, Machine(monkeypatch))
+    told = [item for run in found.runs if run["configuration"] == "bandit" for item in run["recoveries"]]
+    assert told == [   # the last phase is not over
+        {"to": kind, "phase": phase, "steps": 0, "seconds": 0.0} for phase, kind in ((1, "chat"), (2, "code-edit"), (3, "chat"))
     ]
-    assert "steps" not in found.runs[0]
 
 
 def test_series_has_slices_of_equally_many_steps() -> None:
@@ -263,7 +292,7 @@ def document(speeds: dict[tuple[str, str], list[float]], **more: Any) -> dict[st
     """(cell, configuration) -> tokens/s in each round."""
     runs = [
         {"cell": cell, "configuration": name, "round": number, **run_of(speed).summary(), "output_tokens_per_s": speed,
-         "series": {"t_s": [0.5, 1.0], "k": [0.0, 2.0], "batch": [1.0, 1.0]}}
+         "series": {"t_s": [0.5, 1.0], "k": [0.0, 2.0], "batch": [1.0, 1.0]}, "equal_outputs": [2, 2]}
         for (cell, name), values in speeds.items() for number, speed in enumerate(values)
     ]
     return {
@@ -364,13 +393,20 @@ def test_a_heat_map_colours_gains_and_losses_and_leaves_holes() -> None:
     assert fills == ["#ffffff", "#ee6677", "#6699dd"]
 
 
-def test_poisson_is_calibrated_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, 1.0)
-    options = SweepOptions(workloads="", patterns="poisson", pattern_workload="chat", configurations="suffix-k2,off", rounds=1)
-    found = swept(tmp_path / "s.json", options)
-    assert [(name, load.arrivals) for name, load, _ in clock.ran] == [("off", "closed"), ("suffix-k2", "poisson"), ("off", "poisson")]
-    assert clock.ran[0][2] != clock.ran[1][2] == clock.ran[2][2]
-    assert clock.ran[1][1].request_rate == found.document["calibration"]["chat@poisson-16"] == 1.0
+def test_loads_that_end_are_a_whole_run_each_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    monkeypatch.setattr(throughput.time, "sleep", lambda seconds: setattr(machine, "now", machine.now + seconds))
+    options = SweepOptions(
+        workloads="", patterns="poisson,ramp", pattern_workload="chat", configurations="suffix-k2,off", rounds=2, output_len=4,
+        pattern_concurrency=4,
+    )
+    found = swept(tmp_path / "s.json", options, machine)
+    assert [name for name, _, _ in machine.ran[:18]] == ["off"] * 6 + ["suffix-k2"] * 6 + ["off"] * 6   # the rate, then a round
+    assert machine.ran[0][2] not in [prompt for _, _, prompt in machine.ran[6:]]
+    assert [prompt for _, _, prompt in machine.ran[6:12]] == [prompt for _, _, prompt in machine.ran[12:18]]
+    assert list(found.document["calibration"]) == ["chat@poisson-4"]
+    assert [run["num_requests"] for run in found.runs] == [6] * 4 + [12] * 4
+    assert all(run["equal_outputs"] == [run["num_requests"]] * 2 for run in found.runs if run["configuration"] == "suffix-k2")
 
 
 # -- engines ------------------------------------------------------------------------------------------------------
@@ -385,9 +421,28 @@ def test_engines_share_one_model_and_write_the_same(tmp_path: Path) -> None:
     assert plain.runner.cache is not drafting.runner.cache
     load = LoadOptions(output_len=12, concurrency=2)
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 9, 9, 9]]
-    runs = [throughput.run(engine, prompts, load) for engine in (plain, drafting, plain)]
-    assert len({run.output_hash for run in runs}) == 1
-    assert runs[1].speculation.num_draft_tokens > 0
+    flows = [flow.Flow(engine, load, [*prompts, [1, 2, 3], [4, 4, 4]]) for engine in (plain, drafting)]
+    runs = [each.turn(1) for each in flows for _ in range(2)]
+    assert flows[0].outputs == flows[1].outputs
+    assert runs[2].speculation.num_draft_tokens > 0
+    for each in flows:
+        each.stop()
+        each.engine.check()
+        assert not each.engine.has_work()
+
+
+def test_time_stands_still_between_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    [engine] = machine.engines(["off"]).values()
+    load = LoadOptions(output_len=10, concurrency=2)
+    paused = flow.Flow(engine, load, [[index] for index in range(6)])
+    paused.turn(2)
+    machine.now += 1000.0
+    run = paused.turn(2)
+    assert run.summary()["output_tokens_per_s"] == 2.0
+    assert run.summary()["tpot_ms"]["p99"] == 1000.0
+    with pytest.raises(ValueError, match="no prompt is left"):
+        paused.turn(3)
 
 
 def test_engines_divide_what_memory_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """What a sweep measures: workload x concurrency x configuration, in rounds; `sweep_run.py` runs it.
 
-A *cell* is a workload at a load. One engine per configuration stays up around one loaded model. A *round* is a few new prompts that every
-engine answers, one engine after the other; who begins rotates. A figure of a cell is the median over its rounds of a ratio within the
-round: a machine whose speed changes from minute to minute changes it for both sides. Policies go on learning from round to round and from
+A *cell* is a workload at a load. One engine per configuration stays up around one loaded model. In a *round* every engine goes on with the
+cell's load until so many requests have ended, one engine after the other; who begins rotates. A figure of a cell is the median over its
+rounds of a ratio within the round: a machine whose speed changes from minute to minute changes it for both sides. A closed loop stays full
+from round to round (`flow.py`); loads that begin and end (ramp, rollout, poisson) are a whole run each round. Policies go on learning from
 cell to cell, and drafters remember earlier answers, as in a server; no prompt comes twice.
 """
 
@@ -23,7 +24,6 @@ from headway.errors import ConfigError, unknown_key
 
 OFF = "off"
 FIXED_POLICIES = ("static", "batch_table", "disable_by_batch_size")   # the others adapt
-DRIFT_PHASES = 3   # of a round of drift: an odd number, so that rounds begin with either kind in turn
 DRAFTING = re.compile(r"([^:]+?)(?:-k([1-9]\d*))?")
 
 
@@ -45,12 +45,12 @@ class SweepOptions:
     static_k: str = option("1,2,4,8", "the N of DRAFTER-kN in the default configurations; the largest bounds the policies that adapt")
     batch_table: str = option("[[1,4,4],[5,16,2],[17,64,0]]", "num_speculative_tokens_per_batch_size of the configuration batch_table")
     num_prompts: int = option(
-        0, "requests per round; 0: half as many again as in flight, at least 2 (drift: per phase; 0: twice as many as in flight)"
+        0, "requests per round; 0: 4 and half as many as in flight (drift: requests per phase, a round is two; 0: twice those in flight. "
+        "patterns: 0: half as many again as in flight)"
     )
     output_len: int = option(64, "tokens to write per request, on average")
     output_range_ratio: float = option(0.5, "lengths spread between output-len * (1 - ratio) and output-len * (1 + ratio); in [0, 1)")
     rounds: int = option(5, "rounds per cell, each with new prompts")
-    warmup: int = option(2, "requests that every engine answers before the first round; their prompts are not measured")
     seed: int = option(0, "chooses the prompts")
     temperature: float = option(0.0, "0: greedy")
     time_budget: float | None = option(
@@ -58,7 +58,7 @@ class SweepOptions:
     )
 
     def __post_init__(self) -> None:
-        for name, least in (("num_prompts", 0), ("output_len", 1), ("rounds", 1), ("warmup", 0), ("pattern_concurrency", 1)):
+        for name, least in (("num_prompts", 0), ("output_len", 1), ("rounds", 1), ("pattern_concurrency", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be >= {least}, got {getattr(self, name)}")
         if self.time_budget is not None and not self.time_budget > 0.0:
@@ -70,6 +70,22 @@ class Cell:
     name: str
     load: LoadOptions
     needs_rate: bool = False   # poisson: the rate is measured first
+
+    @property
+    def is_closed(self) -> bool:
+        return self.load.arrivals == "closed" and not self.needs_rate
+
+    @property
+    def lead_in(self) -> int:
+        """Requests that end before the first round: until then those in flight are all equally far."""
+        return (self.load.concurrency + 1) // 2
+
+    def num_needed(self, num_rounds: int) -> int:
+        """Prompts for so many rounds, those in flight at the end or to measure a rate with included."""
+        measured = num_rounds * self.load.num_prompts
+        if self.is_closed:
+            return measured + self.lead_in + 2 * self.load.concurrency   # a turn may end with more than were due
+        return measured + self.needs_rate * self.load.num_prompts
 
 
 def cells(options: SweepOptions) -> list[Cell]:
@@ -87,7 +103,7 @@ def cells(options: SweepOptions) -> list[Cell]:
         if pattern == "drift":
             found.append(_closed(options, pattern, concurrency))
         elif pattern in PATTERNS and pattern != "closed":
-            load = _load(options, options.pattern_workload, concurrency)
+            load = _load(options, options.pattern_workload, concurrency, options.num_prompts or max(2, concurrency + concurrency // 2))
             if pattern != "poisson":
                 load = dataclasses.replace(load, arrivals=pattern, num_prompts=load.num_prompts * (2 if pattern == "ramp" else 1))
             found.append(Cell(f"{options.pattern_workload}@{pattern}-{concurrency}", load, needs_rate=pattern == "poisson"))
@@ -99,19 +115,18 @@ def cells(options: SweepOptions) -> list[Cell]:
 
 
 def _closed(options: SweepOptions, workload: str, concurrency: int) -> Cell:
-    load = _load(options, workload, concurrency)
+    name, size = f"{workload}@{concurrency}", options.num_prompts or 4 + concurrency // 2
     if workload == "drift":
         # Phases long enough that the batch holds one kind for a while.
         length = options.num_prompts or 2 * concurrency
-        load = dataclasses.replace(load, workload=f"drift:{length}", num_prompts=DRIFT_PHASES * length)
-    return Cell(f"{workload}@{concurrency}", load)
+        workload, size = f"drift:{length}", 2 * length
+    return Cell(name, _load(options, workload, concurrency, size))
 
 
-def _load(options: SweepOptions, workload: str, concurrency: int) -> LoadOptions:
+def _load(options: SweepOptions, workload: str, concurrency: int, num_prompts: int) -> LoadOptions:
     return LoadOptions(
-        workload=workload, num_prompts=options.num_prompts or max(2, concurrency + concurrency // 2), output_len=options.output_len,
-        output_range_ratio=options.output_range_ratio, concurrency=concurrency, seed=options.seed, temperature=options.temperature,
-        warmup=options.warmup,
+        workload=workload, num_prompts=num_prompts, output_len=options.output_len, output_range_ratio=options.output_range_ratio,
+        concurrency=concurrency, seed=options.seed, temperature=options.temperature, warmup=0,
     )
 
 

@@ -139,14 +139,11 @@ class Analysis:
         return found
 
     def equal_outputs(self) -> float | None:
-        """Share of runs that wrote exactly what plain decoding wrote in the same round; None without a plain configuration."""
-        if OFF not in self.configurations:
-            return None
-        same = [
-            runs[name]["output_hash"] == runs[OFF]["output_hash"]
-            for rounds in self.rounds.values() for runs in rounds for name in self.configurations if name != OFF
-        ]
-        return sum(same) / len(same) if same else None
+        """Share of answers that are exactly what plain decoding wrote; None where nothing was compared."""
+        runs = [run for rounds in self.rounds.values() for each in rounds for run in each.values()]
+        pairs = [run["equal_outputs"] for run in runs if "equal_outputs" in run]
+        num_compared = sum(compared for _, compared in pairs)
+        return sum(equal for equal, _ in pairs) / num_compared if num_compared else None
 
     def to_json(self) -> dict[str, Any]:
         return {

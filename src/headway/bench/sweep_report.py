@@ -47,14 +47,15 @@ def _provenance(document: Mapping[str, Any], analysis: Analysis) -> str:
     ]
     share = analysis.equal_outputs()
     if share is not None:
-        rows.append(("outputs", f"{share:.0%} of the runs wrote exactly what plain decoding wrote in their round"))
+        rows.append(("outputs", f"{share:.2%} of the answers are exactly those of plain decoding"))
     left_out = document.get("left_out", [])
     if left_out:
         named = ", ".join(f"{item['cell']} ({item['num_rounds']} rounds)" for item in left_out)
         rows.append(("left out for time", escape(named)))
     text = (
-        "One engine per configuration stays up, around one loaded model. In a round each of them answers the same few prompts, one engine "
-        "after the other; who begins rotates, and no prompt comes twice. A ratio is the median over rounds of the ratio within the round. "
+        "One engine per configuration stays up, around one loaded model, and all get the same prompts, none of them twice. In a round each "
+        "goes on with the cell's load until so many more requests have ended, one engine after the other; who begins rotates, and a closed "
+        "loop stays full from round to round. A ratio is the median over rounds of the ratio within the round. "
         "Policies go on learning and drafters remember earlier answers across rounds and cells, as in a server. The best static k is "
         "picked with hindsight in each cell."
     )

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.bench import throughput
-from headway.bench.records import LoadOptions, Run
+from headway.bench.flow import Flow
+from headway.bench.records import LoadOptions, Run, hash_outputs
 from headway.bench.recovery import StepLog, recoveries
-from headway.bench.sweep import DRIFT_PHASES, OFF, Cell, SweepOptions, cells, is_static
+from headway.bench.sweep import OFF, Cell, SweepOptions, cells, is_static
 from headway.bench.workloads import DRIFT_KINDS, Prompts
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
@@ -27,7 +28,7 @@ FREE_OPTIONS = ("rounds", "time_budget", "workloads", "concurrencies", "patterns
 KEPT = (
     "output_tokens_per_s", "requests_per_s", "duration_s", "num_requests", "num_prompt_tokens", "num_output_tokens", "ttft_ms", "tpot_ms",
     "e2el_ms", "mean_acceptance_length", "draft_acceptance_rate", "num_draft_tokens", "num_accepted_tokens", "mean_k", "time_shares",
-    "output_hash", "num_steps", "num_preemptions", "invalid", "errors",
+    "num_steps", "num_preemptions", "invalid", "errors",
 )
 
 
@@ -134,6 +135,99 @@ class Results:
         temporary.replace(self.path)
 
 
+class Turns:
+    """How the engines take turns in one cell."""
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self.engines = engines
+        self._compared: set[int] = set()
+
+    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Run:
+        """What one engine makes of round `number`."""
+        raise NotImplementedError
+
+    def outputs(self, name: str) -> Mapping[int, str]:
+        """Prompt -> what the engine wrote, of all that it has answered."""
+        raise NotImplementedError
+
+    def compare(self) -> dict[str, dict[str, Any]]:
+        """Once all have had their turn: configuration -> what comparing says. equal_outputs: [written as by plain decoding, compared]."""
+        if OFF not in self.engines:
+            return {}
+        theirs = {name: self.outputs(name) for name in self.engines}
+        new = set.intersection(*(set(outputs) for outputs in theirs.values())) - self._compared
+        self._compared |= new
+        return {
+            name: {"equal_outputs": [sum(outputs[index] == theirs[OFF][index] for index in new), len(new)]}
+            for name, outputs in theirs.items() if name != OFF
+        }
+
+    def stop(self) -> None:
+        """After the last round."""
+
+
+class Full(Turns):
+    """A closed loop that stays full from round to round."""
+
+    def __init__(self, engines: Mapping[str, Engine], cell: Cell, prompts: list[list[int]], first_round: int) -> None:
+        super().__init__(engines)
+        self._size = cell.load.num_prompts
+        self._flows = {name: Flow(engine, cell.load, prompts, first_round * self._size) for name, engine in engines.items()}
+        phase_len = int(cell.load.workload.partition(":")[2]) if cell.load.workload.startswith("drift:") else None
+        self._logs = {} if phase_len is None else {name: StepLog(engine, phase_len) for name, engine in engines.items()}
+        self._num_told = 0   # switches that were reported
+        for name in engines:
+            self._turn(name, cell.lead_in, lambda: None)
+
+    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Run:
+        return self._turn(name, self._size, on_step)
+
+    def _turn(self, name: str, num_requests: int, on_step: Callable[[], None]) -> Run:
+        log = self._logs.get(name)
+
+        def observe() -> None:
+            on_step()
+            if log is not None:
+                log.observe()
+
+        return self._flows[name].turn(num_requests, observe)
+
+    def outputs(self, name: str) -> Mapping[int, str]:
+        return self._flows[name].outputs
+
+    def compare(self) -> dict[str, dict[str, Any]]:
+        found = super().compare()
+        logs = {name: {"steps": log.to_json()} for name, log in self._logs.items()}
+        num_over = min((max(log["steps"]["phase"], default=0) for log in logs.values()), default=1) - 1   # phases after the first
+        for name, items in recoveries(logs, list(filter(is_static, logs))).items():
+            new = [{"to": DRIFT_KINDS[item["phase"] % len(DRIFT_KINDS)], **item} for item in items[self._num_told : num_over]]
+            found.setdefault(name, {})["recoveries"] = new
+        self._num_told = max(self._num_told, num_over)
+        return found
+
+    def stop(self) -> None:
+        for flow in self._flows.values():
+            flow.stop()
+
+
+class Whole(Turns):
+    """A load from its beginning to its end in each round."""
+
+    def __init__(self, engines: Mapping[str, Engine], load: LoadOptions, prompts: list[list[int]]) -> None:
+        super().__init__(engines)
+        self._load, self._prompts = load, prompts
+        self._outputs: dict[str, dict[int, str]] = {name: {} for name in engines}
+
+    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Run:
+        size = self._load.num_prompts
+        run = throughput.run(self.engines[name], self._prompts[number * size : (number + 1) * size], self._load, on_step=on_step)
+        self._outputs[name].update(enumerate([hash_outputs([record.output]) for record in run.records], start=number * size))
+        return run
+
+    def outputs(self, name: str) -> Mapping[int, str]:
+        return self._outputs[name]
+
+
 class Sweep:
     """Runs what `results` does not hold yet. `advance(n, what)` is called with the number of runs that are done with or left out."""
 
@@ -148,37 +242,60 @@ class Sweep:
         self._start = time.perf_counter()
 
     def run(self) -> None:
-        prompts = self._prompts()
-        warm = False
-        for place, cell in enumerate(self.cells):
-            until = self._share(len(self.cells) - place)
-            todo = [number for number in range(self.options.rounds) if number not in self.results.rounds(cell.name)]
-            self.advance((self.options.rounds - len(todo)) * len(self.engines), cell.name)
-            took = 0.0
-            for done, number in enumerate(todo):
-                began = time.perf_counter()
-                if until is not None and began + took > until:
-                    self._leave_out(cell, len(todo) - done, took)
-                    break
-                if not warm:
-                    self._warm_up()
-                    warm = True
-                load = self._rated(cell, prompts[cell.name][-1]) if cell.needs_rate else cell.load
-                self._round(cell, load, number, prompts[cell.name][number])
-                took = time.perf_counter() - began
-
-    def _prompts(self) -> dict[str, list[list[list[int]]]]:
-        """Per cell and round; those to measure a cell's rate with come last."""
         tokenizer = next(iter(self.engines.values())).tokenizer
-        prompts = Prompts(self.options.seed, tokenizer.vocab_size)
-        self._warm_prompts = [prompt.encode(tokenizer) for prompt in prompts.take("chat", self.options.warmup)]
-        return {
-            cell.name: [
-                [prompt.encode(tokenizer) for prompt in prompts.take(cell.load.workload, cell.load.num_prompts)]
-                for _ in range(self.options.rounds + cell.needs_rate)
-            ]
-            for cell in self.cells
-        }
+        source = Prompts(self.options.seed, tokenizer.vocab_size)
+        prompts = [source.take(cell.load.workload, cell.num_needed(self.options.rounds)) for cell in self.cells]
+        for place, (cell, texts) in enumerate(zip(self.cells, prompts, strict=True)):
+            self._cell(cell, [text.encode(tokenizer) for text in texts], self._share(len(self.cells) - place))
+
+    def _cell(self, cell: Cell, prompts: list[list[int]], until: float | None) -> None:
+        """The rounds that are missing; those that would not end by `until` are left out and named."""
+        todo = [number for number in range(self.options.rounds) if number not in self.results.rounds(cell.name)]
+        self.advance((self.options.rounds - len(todo)) * len(self.engines), cell.name)
+        turns: Turns | None = None
+        took = 0.0
+        for done, number in enumerate(todo):
+            if until is not None and time.perf_counter() + took > until:
+                self._leave_out(cell, len(todo) - done, took)
+                break
+            if turns is None:
+                turns = self._turns(cell, prompts, number)
+            began = time.perf_counter()
+            self.results.add(self._round(turns, cell, number))
+            took = time.perf_counter() - began
+        if turns is not None:
+            turns.stop()
+
+    def _turns(self, cell: Cell, prompts: list[list[int]], first_round: int) -> Turns:
+        if cell.is_closed:
+            return Full(self.engines, cell, prompts, first_round)
+        return Whole(self.engines, self._rated(cell, prompts), prompts)
+
+    def _round(self, turns: Turns, cell: Cell, number: int) -> list[dict[str, Any]]:
+        names = list(self.engines)
+        first = number % len(names)
+        found: dict[str, dict[str, Any]] = {}
+        for name in (*names[first:], *names[:first]):
+            series, before = Series(self.engines[name]), self.engines[name].metrics.snapshot()
+            summary = turns.measure(name, number, series.observe).summary()
+            found[name] = {
+                "cell": cell.name, "configuration": name, "round": number, **{key: summary[key] for key in KEPT if key in summary},
+                "series": series.to_json(), "accounts": accounts(before, self.engines[name]),
+            }  # fmt: skip
+            self.advance(1, f"{cell.name} {name}")
+        for name, more in turns.compare().items():
+            found[name] |= more
+        return list(found.values())
+
+    def _rated(self, cell: Cell, prompts: list[list[int]]) -> LoadOptions:
+        """Poisson at the rate at which plain decoding answers a closed loop of the same concurrency: it just cannot keep up."""
+        if not cell.needs_rate:
+            return cell.load
+        rates = self.results.document["calibration"]
+        if cell.name not in rates:
+            plain = self.engines.get(OFF, next(iter(self.engines.values())))
+            rates[cell.name] = throughput.run(plain, prompts[-cell.load.num_prompts :], cell.load).summary()["requests_per_s"]
+        return dataclasses.replace(cell.load, arrivals="poisson", request_rate=rates[cell.name])
 
     def _share(self, num_cells: int) -> float | None:
         """Until when a cell may take, with `num_cells` to go; None without a budget."""
@@ -191,46 +308,3 @@ class Sweep:
         self.results.document["left_out"].append({"cell": cell.name, "num_rounds": num_rounds, "needs_s": round(needed * num_rounds, 1)})
         self.results.save()
         self.advance(num_rounds * len(self.engines), cell.name)
-
-    def _warm_up(self) -> None:
-        for engine in self.engines.values():
-            throughput.run(engine, self._warm_prompts, LoadOptions(output_len=self.options.output_len), label="warm-up")
-
-    def _rated(self, cell: Cell, prompts: list[list[int]]) -> LoadOptions:
-        """Poisson at the rate at which plain decoding answers a closed loop of the same concurrency: it just cannot keep up."""
-        rates = self.results.document["calibration"]
-        if cell.name not in rates:
-            run, _ = self._measure(OFF if OFF in self.engines else next(iter(self.engines)), cell.load, prompts)
-            rates[cell.name] = run.summary()["requests_per_s"]
-        return dataclasses.replace(cell.load, arrivals="poisson", request_rate=rates[cell.name])
-
-    def _round(self, cell: Cell, load: LoadOptions, number: int, prompts: list[list[int]]) -> None:
-        names = list(self.engines)
-        first = number % len(names)
-        found: dict[str, dict[str, Any]] = {}
-        for name in (*names[first:], *names[:first]):
-            run, observed = self._measure(name, load, prompts)
-            summary = run.summary()
-            about = {"cell": cell.name, "configuration": name, "round": number}
-            found[name] = about | {key: summary[key] for key in KEPT if key in summary} | observed
-            self.advance(1, f"{cell.name} {name}")
-        logs = {name: {"steps": run.pop("steps", None)} for name, run in found.items()}
-        switches = recoveries(logs, [name for name in names if is_static(name)])
-        for name, items in switches.items():
-            kinds = [DRIFT_KINDS[(number * DRIFT_PHASES + item["phase"]) % len(DRIFT_KINDS)] for item in items]
-            found[name]["recoveries"] = [{"to": kind, **item} for kind, item in zip(kinds, items, strict=True)]
-        self.results.add(list(found.values()))
-
-    def _measure(self, name: str, load: LoadOptions, prompts: list[list[int]]) -> tuple[Run, dict[str, Any]]:
-        engine = self.engines[name]
-        series, before = Series(engine), engine.metrics.snapshot()
-        log = StepLog(engine, int(load.workload.partition(":")[2])) if load.workload.startswith("drift:") else None
-
-        def observe() -> None:
-            series.observe()
-            if log is not None:
-                log.observe()
-
-        run = throughput.run(engine, prompts, load, on_step=observe)
-        observed = {"series": series.to_json(), "accounts": accounts(before, engine)}
-        return run, observed | ({"steps": log.to_json()} if log is not None else {})

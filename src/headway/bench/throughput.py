@@ -54,7 +54,7 @@ def run(
             record = Record(len(token_ids), time.perf_counter() if due is None else start + due)
             running[f"{label}-{index}"] = record
             records.append(record)
-            _add(engine, f"{label}-{index}", token_ids, index, arrivals.output_len(index), options)
+            add(engine, f"{label}-{index}", token_ids, index, arrivals.output_len(index), options)
         if not running:
             time.sleep(delay)
             continue
@@ -74,10 +74,11 @@ def run(
             progress(finished)
         if on_step:
             on_step()
-    return _measured(engine, before, records, stats)
+    return measured(engine, before, records, stats)
 
 
-def _add(engine: Engine, request_id: str, token_ids: list[int], index: int, output_len: int, options: LoadOptions) -> None:
+def add(engine: Engine, request_id: str, token_ids: list[int], index: int, output_len: int, options: LoadOptions) -> None:
+    """Queues prompt `index` of a load. Raises InvalidRequestError."""
     params = SamplingParams(
         temperature=options.temperature, max_tokens=output_len, ignore_eos=options.ignore_eos, seed=options.seed + index
     )
@@ -87,7 +88,8 @@ def _add(engine: Engine, request_id: str, token_ids: list[int], index: int, outp
         raise InvalidRequestError(f"prompt {index} of the workload cannot be served: {error}") from error
 
 
-def _measured(engine: Engine, before: dict[str, float], records: list[Record], stats: SpecDecodeMetrics) -> Run:
+def measured(engine: Engine, before: dict[str, float], records: list[Record], stats: SpecDecodeMetrics) -> Run:
+    """The run of these requests; `before` is a snapshot of the engine's metrics at its beginning."""
     spent = {name: value - before[name] for name, value in engine.metrics.snapshot().items()}
     step_ms = spent["step_ms"]
     shares = None
