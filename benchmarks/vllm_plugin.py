@@ -109,11 +109,15 @@ class Load:
 
     def run(self, server: Server, prompts: list[str], concurrency: int) -> dict[str, Any]:
         path = self._folder / "prompts.jsonl"
-        path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        # Of different lengths, as answers are: equal ones end together, and who gets ahead only waits for the others.
+        shares = [0.5 + (7 * i % len(prompts)) / len(prompts) for i in range(len(prompts))]
+        lengths = [max(1, round(self._options.output_len * share)) for share in shares]
+        lines = [{"prompt": prompt, "output_tokens": length} for prompt, length in zip(prompts, lengths, strict=True)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         words = [
             "--backend", "openai-chat", "--base-url", server.url, "--endpoint", "/v1/chat/completions", "--model", "model",
             "--tokenizer", self._directory, "--dataset-name", "custom", "--dataset-path", str(path), "--skip-chat-template",
-            "--custom-output-len", str(self._options.output_len), "--num-prompts", str(len(prompts)), "--disable-shuffle",
+            "--custom-output-len", "-1", "--num-prompts", str(len(prompts)), "--disable-shuffle",
             "--max-concurrency", str(concurrency), "--ignore-eos", "--temperature", "0", "--disable-tqdm",
         ]  # fmt: skip
         assert self._process.stdin is not None
@@ -302,7 +306,7 @@ def main() -> None:
     parser.add_argument("--drift", type=int, nargs="*", default=[16], help="concurrency of the drifting load; none: leave it out")
     parser.add_argument("--drift-configurations", default="k4,table,headway,headway+proposer")
     parser.add_argument("--rounds", type=int, default=3, help="of each cell at most")
-    parser.add_argument("--output-len", type=int, default=96)
+    parser.add_argument("--output-len", type=int, default=96, help="tokens per answer on average; from half of it to half as many more")
     parser.add_argument("--min-prompts", type=int, default=4)
     parser.add_argument("--max-k", type=int, default=16, help="num_speculative_tokens of Headway's configurations")
     parser.add_argument("--table", default="[[1,8,4],[9,64,0]]")

@@ -257,3 +257,24 @@ def test_another_speed_is_taken_over_when_it_is_plain() -> None:
     assert predict(model, Work(4, 8, 400)) == before
     model.rescale(2.0)
     assert predict(model, Work(4, 8, 400)) == pytest.approx(2.0 * before)
+
+
+def test_a_new_kind_of_step_is_learned_at_once() -> None:
+    """However well other steps are known: a few surprises, and the prediction is right."""
+    random, model = np.random.default_rng(3), CostModel()
+
+    def seen(rows: int, drafts: int) -> float:
+        """Relative error of the prediction. Many drafts in a large batch cost more than those of small ones let expect."""
+        work = Work(rows, rows + drafts, 100 * rows)
+        truth = 27.0 + 1.3 * rows + (1.2 if rows < 16 else 1.9) * drafts
+        predicted = float(model.predict(rows, work.num_tokens, work.num_context_tokens))
+        model.observe(feedback(work, truth * float(np.exp(random.normal(0.0, 0.02)))))
+        return abs(predicted / truth - 1.0)
+
+    for _ in range(700):
+        seen(int(random.integers(1, 9)), int(random.integers(0, 3)))
+    for _ in range(40):
+        seen(32, 0)
+    errors = [seen(32, 24) for _ in range(12)]
+    assert errors[0] > 0.15, "no surprise: the test proves nothing"
+    assert max(errors[6:]) < 0.08

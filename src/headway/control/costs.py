@@ -48,6 +48,7 @@ _MAX_CELLS = 320
 _WELL_KNOWN = 256       # observations after which only one step in
 _SELDOM = 3             # is learned from: learning has its price
 _REFIT_EVERY = 128      # observations, at most
+_SURPRISES = 2          # steps whose error is no noise, after which it refits: a load that is new must not wait its turn
 _FIRST_REFIT = 32       # observations after a profile or what was kept has been read
 _RECENT = 128           # errors that `error` is the median of
 _TRACK = 0.06           # how fast `speed` follows
@@ -238,6 +239,7 @@ class _Fit:
         self._recent = [0.0] * _RECENT
         self._num_recent = 0
         self._next_refit = 2
+        self._num_surprises = 0     # since it was refitted
         self._trusted = False
         self._typical = 0.3         # log error that is nothing special
         self._outliers: list[float] = []   # log errors of the latest steps, as long as each is one
@@ -282,9 +284,11 @@ class _Fit:
             self._outliers = []
             self.refit()
         changed = abs(math.log(self.speed / self._fitted_speed)) > _REGIME
-        if changed or self.num_observed < _WELL_KNOWN or self.num_observed % _SELDOM == 0:
+        surprising = abs(log_error) > 2.0 * self._typical
+        self._num_surprises += surprising
+        if changed or surprising or self.num_observed < _WELL_KNOWN or self.num_observed % _SELDOM == 0:
             self.learn(raw, ms)
-        if changed or self.num_observed >= self._next_refit:
+        if changed or self._num_surprises >= _SURPRISES or self.num_observed >= self._next_refit:
             # The longer nothing changes, the less there is to learn.
             self._next_refit = self.num_observed + min(_REFIT_EVERY, max(2, self.num_observed // 2))
             self.refit()
@@ -311,6 +315,7 @@ class _Fit:
         """Minimises sum of weight * (prediction / ms - 1)^2 over theta >= 0, first for the smooth curve, then around it."""
         if not self._cells:
             return
+        self._num_surprises = 0
         change = abs(math.log(self.speed / self._fitted_speed))
         if change > _REGIME:
             self._fitted_speed = self.speed
