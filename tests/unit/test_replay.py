@@ -274,6 +274,17 @@ def test_the_parts_of_the_regret_add_up(accepted: int, per_token: float) -> None
 
 def test_replay_says_where_goodput_loses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(tmp_path, 8, "eight", num_requests=3)
+    assert main(["replay", str(tmp_path / "eight"), "--split"]) == 0
+    assert "told beforehand which drafts are right" in capsys.readouterr().out
     assert main(["replay", str(tmp_path / "eight"), "--split", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["regret_split"]
     assert parts["total"] == pytest.approx(sum(part for name, part in parts.items() if name != "total"))
+
+
+def test_a_trace_is_decided_again_at_another_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path, 8, "eight", num_requests=3)
+    steps = []
+    for load in ([], ["--in-flight", "1"]):
+        assert main(["replay", str(tmp_path / "eight"), "--json", *load]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["fixed"]["off"]["num_steps"])
+    assert steps[1] > steps[0]
