@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from headway.control.costs import CostModel
+from headway.control.policies import goodput
 from headway.control.policies.goodput import Goodput
 from headway.control.policy import BatchView, DrafterView, DraftView, SequenceView, Setup
 from headway.errors import ConfigError
@@ -226,6 +227,41 @@ def test_an_expensive_drafter_is_left_for_a_cheap_one_that_is_as_good() -> None:
     result = run(Goodput(), world, 500, keep=True)
     eagle = np.mean([seq.drafter == "eagle" for feedback in result.feedback[350:] for seq in feedback.sequences])
     assert eagle < 0.2
+
+
+EAGLE = DrafterCost(0.3, 0.1, 0.6)
+
+
+def bursts(length: int) -> Textures:
+    """Half the time everything is a copy, half the time next to nothing is; a draft network has every second token right throughout."""
+    copies = np.random.default_rng(7).random((1000, 8)) < 0.5
+
+    def textures(step: int, request: int) -> Mapping[str, Texture]:
+        copied = Texture(1.0, 8, 0.93) if copies[step // length, request] else Texture(0.35, 2, 0.25)
+        return {"suffix": copied, "eagle": Texture(1.0, 16, 0.5)}
+
+    return textures
+
+
+def test_a_dear_drafter_beside_a_cheap_one_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reached(drafters: Mapping[str, DrafterCost]) -> float:
+        return sum(run(Goodput(), World(1, bursts(40), drafters=drafters, seed=seed), 800).rate(100) for seed in (1, 2, 3))
+
+    both, alone = reached({"eagle": EAGLE, **SUFFIX}), reached(SUFFIX)
+    assert both >= 0.975 * alone
+    monkeypatch.setattr(goodput, "NEXT_TO_NOTHING", 0.0)
+    assert reached({"eagle": EAGLE, **SUFFIX}) < both
+
+
+def test_a_cheap_drafter_looks_on_only_where_a_dear_one_is_asked() -> None:
+    def num_watched(drafters: Mapping[str, DrafterCost]) -> int:
+        textures = {"eagle": Texture(rate=0.8), "suffix": Texture(hit=0.3, rate=0.1, length=2)}
+        world = World(2, lambda step, request: {name: textures[name] for name in drafters}, drafters=drafters)
+        feedback = run(Goodput(), world, 400, keep=True).feedback[100:]
+        return sum(shadow.drafter == "suffix" and shadow.num_verified == 0 for step in feedback for shadow in step.shadows)
+
+    assert num_watched({"eagle": EAGLE, **SUFFIX}) > 300
+    assert num_watched({"eagle": DrafterCost(0.0, 0.02), **SUFFIX}) < 200
 
 
 def test_a_drafter_that_pays_by_the_step_is_asked_for_less() -> None:

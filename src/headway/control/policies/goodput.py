@@ -52,6 +52,7 @@ WAKE_STEPS = 16          # steps over which catching up after a sleep is written
 REST_STEPS = 6           # steps decided at once when nobody is worth asking: then deciding must cost nothing, too
 HOLD_STEPS = 4           # steps for which it stays decided who is asked, while the batch is the same
 STAY = 0.1               # bonus of the drafter a request has, as a share of what it is worth
+NEXT_TO_NOTHING = 0.05   # tokens: a drafter whose draft costs no more looks on while another one is asked
 STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
 RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before a drafter is switched on again
 _FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
@@ -127,6 +128,8 @@ class Goodput(Policy):
             step.plan, step.asked, step.hurried = held.plan, held.asked, held.hurried
         else:
             self._decide(step, able, ids)
+        if len(self._drafters) > 1:
+            self._look_on(step, able)
         return step.plan
 
     def shadow(self, view: BatchView) -> Mapping[int, Choice]:
@@ -279,6 +282,16 @@ class Goodput(Policy):
         whole = [not (drafter.deterministic or seq.greedy) for seq in sequences]
         return [max(1, length) if fixed else depth for length, fixed in zip(lengths.tolist(), whole, strict=True)]
 
+    def _look_on(self, step: _Step, able: list[SequenceView]) -> None:
+        """Shadow drafts of drafters that cost next to nothing, where a dear one is asked: what can be copied comes in bursts, and a burst
+        that begins should not wait for a probe."""
+        cheap = [drafter for drafter in self._drafters if step.rate * sum(drafter.prices(step.number)[:2]) <= NEXT_TO_NOTHING]
+        for drafter in cheap:
+            if drafter.deterministic and not (drafter.is_new or drafter.account.off):
+                for seq in able:
+                    if step.asked.get(seq.seq_id, drafter) not in cheap:
+                        self._watch(drafter, seq, step)
+
     def _watch(self, drafter: Candidate, seq: SequenceView, step: _Step) -> None:
         """A shadow draft, unless one is under way already."""
         if seq.seq_id not in self._wishes and seq.seq_id not in drafter.watched:
@@ -414,7 +427,11 @@ class Goodput(Policy):
             for shadow in watched:
                 if (asked := drafter.watched.pop(shadow.seq_id, None)) is not None:
                     gain = max(0.0, shadow.num_confirmed - asked * min(shadow.num_drafts, shadow.num_confirmed + 1))
-                    drafter.worth.learn(shadow.seq_id, gain, probed=True)
+                    own = drafter.worth.of(shadow.seq_id)
+                    another = shadow.seq_id in self._held.asked and self._held.asked[shadow.seq_id] is not drafter
+                    drafter.worth.learn(shadow.seq_id, gain, probed=not another)
+                    if another and gain > own.mean:
+                        own.mean, self._held.until = gain, 0
             if step is not None:
                 self._tell(drafter, step)
         if step is not None and step.asked:
