@@ -54,3 +54,15 @@ def test_what_config_prints_works_here(model_directory: str, method: str) -> Non
     words = [word for name, value in given.items() for word in (name, value if isinstance(value, str) else json.dumps(value))]
     code, found = run(model_directory, "--dtype", "bfloat16", *words)
     assert code == 0, found
+
+
+def test_vllm_loads_the_short_cut_as_often_as_it_likes() -> None:
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    from headway.vllm.runner import register
+
+    register()
+    once = WorkerWrapperBase.initialize_from_config
+    register()
+    assert WorkerWrapperBase.initialize_from_config is once
+    assert not hasattr(once.__wrapped__, "by_headway")

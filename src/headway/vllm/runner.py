@@ -32,7 +32,7 @@ def register() -> None:
     except (ImportError, AttributeError) as error:
         logger.warning("steps without drafts cost what vLLM makes them cost: %r", error)
         return
-    if hasattr(prepare, "__wrapped__"):
+    if getattr(prepare, "by_headway", False):
         return
 
     @functools.wraps(prepare)
@@ -41,6 +41,7 @@ def register() -> None:
         lighten(getattr(getattr(self, "worker", None), "model_runner", None))
         return found
 
+    prepare_and_lighten.by_headway = True   # type: ignore[attr-defined]
     WorkerWrapperBase.initialize_from_config = prepare_and_lighten
 
 
