@@ -45,7 +45,7 @@ def test_who_gets_drawn_drafts(deterministic: bool) -> None:
     requests = [DraftRequest(i, [1, 2, 3], 2, 3, greedy=i % 2 == 0) for i in range(4)]
     logits = torch.randn(4, 320)
 
-    def advance(going: list[int], tokens: Tensor, state: Tensor, position: int, num: int) -> list[Prediction]:
+    def advance(going: list[int], tokens: list[int], state: Tensor, position: int, num: int) -> list[Prediction]:
         return [Prediction(logits[going] + position, state)]
 
     first = [Prediction(logits, torch.zeros(4, 1))]

@@ -74,20 +74,20 @@ def draft(network: FeatureNetwork, num_passes: int, in_one_call: bool) -> tuple[
     tables, lengths = [[0, 1], [2, 3, 4]], [3, 18]
     rows = [(table, 0, length) for table, length in zip(tables, lengths, strict=True)]
     parts = [tuple(features(length, seed) for seed in range(len(network.hidden_layers))) for length in lengths]
-    tokens, positions, ends = torch.arange(30, 51), torch.cat([torch.arange(length) for length in lengths]), torch.tensor([2, 20])
+    tokens, positions, ends = list(range(30, 51)), [i for length in lengths for i in range(length)], [2, 20]
     if in_one_call:
-        following = (torch.arange(num_passes - 1)[:, None] + torch.tensor(lengths)).flatten()
+        following = [length + i for i in range(num_passes - 1) for length in lengths]
         plan = make_plan(rows, BLOCK, "cpu", ahead=num_passes - 1)
-        found = network.steps(tokens, torch.cat([positions, following]), parts, plan, cache, ends, num_passes)
+        found = network.steps(tokens, positions + following, parts, plan, cache, ends, num_passes)
     else:
         compiled, network.native = network.native, None
         found = network.steps(tokens, positions, network.fuse_parts(parts), cache.plan(rows), cache, ends)
         for i in range(num_passes - 1):
             plan = cache.plan([(table, length + i, 1) for table, length in zip(tables, lengths, strict=True)])
-            tokens, at = ids(network, found[-1].logits), torch.tensor(lengths) + i
-            found += network.steps(tokens, at, found[-1].state, plan, cache, torch.arange(2))
+            at = [length + i for length in lengths]
+            found += network.steps(ids(network, found[-1].logits).tolist(), at, found[-1].state, plan, cache, [0, 1])
         network.native = compiled
-    said = [(ids(network, p.logits) if p.best is None else p.best, p.confidence) for p in found]
+    said = [(ids(network, p.logits).tolist() if p.best is None else p.best.tolist(), p.confidence) for p in found]
     return [*said, found[-1].logits, found[-1].state], cache.layers
 
 
@@ -100,8 +100,8 @@ def test_one_call_has_the_bits_of_its_operations(network: FeatureNetwork) -> Non
     (*ours, our_logits, our_state), our_pages = draft(network, 15, in_one_call=True)
     (*theirs, logits, state), pages = draft(network, 15, in_one_call=False)
     assert len(ours) == len(theirs) == 15
-    assert all(torch.equal(best, expected) for (best, _), (expected, _) in zip(ours, theirs, strict=True))
-    assert len({tuple(best.tolist()) for best, _ in ours}) > 1
+    assert [best for best, _ in ours] == [best for best, _ in theirs]
+    assert len({tuple(best) for best, _ in ours}) > 1
     assert torch.equal(our_logits, logits)
     assert torch.equal(our_state, state)
     assert all(torch.equal(*layers) for layers in zip(our_pages, pages, strict=True))
@@ -116,11 +116,12 @@ def test_the_network_s_own_output_goes_on_as_in_one_call(network: FeatureNetwork
         for pages in cache.layers:
             pages.zero_()
         hidden = [tuple(features(1, seed) for seed in range(len(network.hidden_layers)))]
-        one, at = torch.tensor([0]), torch.arange(9, 9 + first)
-        said = network.steps(torch.tensor([7]), at, hidden, make_plan([([1, 0], 14, 1)], BLOCK, "cpu", ahead=first - 1), cache, one, first)
+        plan = make_plan([([1, 0], 14, 1)], BLOCK, "cpu", ahead=first - 1)
+        said = network.steps([7], range(9, 9 + first), hidden, plan, cache, [0], first)
         if first == 1:
+            assert said[0].best is not None
             plan = make_plan([([1, 0], 15, 1)], BLOCK, "cpu", ahead=2)
-            said = network.steps(said[0].best, torch.arange(10, 13), said[0].state, plan, cache, one, 3)   # type: ignore[arg-type]
+            said = network.steps(said[0].best.tolist(), range(10, 13), said[0].state, plan, cache, [0], 3)
         found.append(said[-1])
     assert torch.equal(found[0].logits, found[1].logits)
     assert torch.equal(found[0].state, found[1].state)
@@ -132,8 +133,8 @@ def test_nothing_wrong_reaches_the_kernels(target: Decoder, tmp_path: Path) -> N
     num_hidden = len(network.hidden_layers)
 
     def run(token: int = 5, picked: int = 0, given: Any = None, num: int = 1, ahead: int = 0) -> None:
-        at, plan = torch.zeros(1 + ahead, dtype=torch.int64), make_plan([([0], 0, 1)], BLOCK, "cpu", ahead=ahead)
-        network.steps(torch.tensor([token]), at, features(1) if given is None else given, plan, cache, torch.tensor([picked]), num)
+        plan = make_plan([([0], 0, 1)], BLOCK, "cpu", ahead=ahead)
+        network.steps([token], [0] * (1 + ahead), features(1) if given is None else given, plan, cache, [picked], num)
 
     run()
     run(given=[(features(1),) * num_hidden])
@@ -145,7 +146,7 @@ def test_nothing_wrong_reaches_the_kernels(target: Decoder, tmp_path: Path) -> N
         {"given": [(features(1).float(),) * num_hidden]},
     ]
     for mistake in mistakes:
-        with pytest.raises(ValueError, match=r"must be contiguous|need a plan"):
+        with pytest.raises(ValueError, match=r"must be|need a plan"):
             run(**mistake)
     with pytest.raises(ValueError, match="needs 2 blocks"):
         run(num=17, ahead=16)
@@ -166,4 +167,4 @@ def test_a_target_s_output_layer_in_int8_runs_in_one_call(target: Decoder, tmp_p
     (*ours, our_logits, _), _ = draft(network, 5, in_one_call=True)
     (*theirs, logits, _), _ = draft(network, 5, in_one_call=False)
     assert torch.equal(our_logits, logits)
-    assert all(torch.equal(best, expected) for (best, _), (expected, _) in zip(ours, theirs, strict=True))
+    assert [best for best, _ in ours] == [best for best, _ in theirs]

@@ -42,11 +42,11 @@ class Prediction:
 
     logits: Tensor
     state: Tensor
-    best: Tensor | None = None
+    best: NDArray[np.int64] | None = None
     confidence: NDArray[np.float32] | None = None
 
 
-Advance = Callable[[list[int], Tensor, Tensor, int, int], list[Prediction]]
+Advance = Callable[[list[int], list[int], Tensor, int, int], list[Prediction]]
 """(which requests, their newest tokens [n], their state [n, ...], position of these tokens in the draft, how many) -> what follows them
 
 One prediction, or up to as many as asked for, each behind the likeliest token of the one before."""
@@ -104,27 +104,27 @@ def draft_chain(
     """
     listens = _listens(keep)
     choose = _Chooser(requests, sampler, target_ids, deterministic)
-    going = np.arange(len(requests))
-    ks = np.array([request.k for request in requests])
+    going = list(range(len(requests)))
     confidences: list[list[float]] = [[] for _ in requests]
     position = 0
-    while len(going):
+    while True:
         for prediction in following:
             confidence = _confidence(prediction) if head is None else head(prediction.state).cpu().numpy()
-            tokens = choose(going.tolist(), prediction)
-            for i, sure in zip(going.tolist(), confidence.tolist(), strict=True):
+            tokens = choose(going, prediction)
+            for i, sure in zip(going, confidence.tolist(), strict=True):
                 confidences[i].append(sure)
             position += 1
-        more = ks[going] > position
-        if listens and more.any():
-            more[more] = keep([requests[i].seq_id for i in going[more].tolist()], position - 1, confidence[more].astype(np.float64))
+        more = [row for row, i in enumerate(going) if requests[i].k > position]
+        if listens and more:
+            kept = keep([requests[going[row]].seq_id for row in more], position - 1, confidence[more].astype(np.float64))
+            more = [row for row, goes in zip(more, kept.tolist(), strict=True) if goes]
+        if not more:
+            break
         state = prediction.state
-        if not more.all():
-            where = torch.from_numpy(np.flatnonzero(more)).to(tokens.device)
-            going, tokens, state = going[more], tokens[where], state[where]
-        if len(going):
-            num = 1 if listens or head is not None or not choose.plain else int(ks[going].min()) - position
-            following = advance(going.tolist(), tokens, state, position - 1, num)
+        if len(more) < len(going):
+            going, tokens, state = [going[row] for row in more], [tokens[row] for row in more], state[more]
+        num = 1 if listens or head is not None or not choose.plain else min(requests[i].k for i in going) - position
+        following = advance(going, tokens, state, position - 1, num)
     return choose.drafts(confidences)
 
 
@@ -142,19 +142,19 @@ class _Chooser:
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.probs: list[list[Tensor]] = [[] for _ in requests]
 
-    def __call__(self, going: list[int], prediction: Prediction) -> Tensor:
-        """Appends a token to each draft in `going`; returns them, int64 [n]."""
+    def __call__(self, going: list[int], prediction: Prediction) -> list[int]:
+        """Appends a token to each draft in `going`; returns them."""
         if self.plain and prediction.best is not None:
-            chosen = prediction.best.tolist()
+            chosen: list[int] = prediction.best.tolist()
             for i, token in zip(going, chosen, strict=True):
                 self.tokens[i].append(token)
-            return prediction.best
+            return chosen
         for likeliest in (True, False):
             rows = [row for row, i in enumerate(going) if self.greedy[i] == likeliest]
             if rows:
                 logits = prediction.logits if len(rows) == len(going) else prediction.logits[rows]
                 self._choose([going[row] for row in rows], logits, likeliest)
-        return torch.tensor([self.tokens[i][-1] for i in going], device=prediction.logits.device)
+        return [self.tokens[i][-1] for i in going]
 
     def _choose(self, mine: list[int], logits: Tensor, likeliest: bool) -> None:
         asked, drafted = [self.requests[i] for i in mine], [self.tokens[i] for i in mine]

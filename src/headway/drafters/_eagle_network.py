@@ -104,7 +104,7 @@ def _eagle1(file: EagleFile, target: Decoder) -> FeatureNetwork:
 def _lm_head(build: Builder, target: Decoder, vocab: int) -> Linear:
     hidden = build.shape.hidden_size
     if "lm_head.weight" in build.checkpoint:
-        return Linear(build.take("lm_head.weight", vocab, hidden))
+        return build.linear("lm_head", {"": vocab}, hidden)
     if vocab != target.config.vocab_size or hidden != target.config.hidden_size:
         raise build.error(f"the weights lack lm_head.weight, and the target's output layer does not fit ([{vocab}, {hidden}] is needed)")
     return target.lm_head

@@ -11,9 +11,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +158,7 @@ class FeatureChain(Drafter):
     # -- the draft ------------------------------------------------------------------------------------------------
 
     def _draft(self, requests: list[DraftRequest], states: list[_State], keep: Keep) -> list[Draft]:
-        def advance(going: list[int], tokens: Tensor, features: Tensor, position: int, num: int) -> list[Prediction]:
+        def advance(going: list[int], tokens: list[int], features: Tensor, position: int, num: int) -> list[Prediction]:
             return self._advance([states[i] for i in going], tokens, features, position, num)
 
         def go_on(level: Level, features: Tensor) -> Prediction:
@@ -177,20 +177,20 @@ class FeatureChain(Drafter):
         for part in catch_up([len(each) for each in unread]):
             parts = [unread[i].first(num) for i, num in part]
             plan, token_ids, positions = self._read(parts, 1)
-            features = self.network.fuse_parts([each.hidden for each in parts])
-            self.network.forward(token_ids, positions, features, plan, self.cache, fill=True)
+            features, device = self.network.fuse_parts([each.hidden for each in parts]), self.network.device
+            read = torch.tensor([token_ids, positions], device=device)
+            self.network.forward(read[0], read[1], features, plan, self.cache, fill=True)
         num = num if self.network.several(self.cache) else 1
-        ends = torch.from_numpy(np.cumsum([len(each) for each in unread]) - 1)
+        ends = [end - 1 for end in accumulate(len(each) for each in unread)]
         plan, token_ids, positions = self._read(unread, num)
         return self.network.steps(token_ids, positions, [each.hidden for each in unread], plan, self.cache, ends, num)
 
-    def _advance(self, states: list[_State], tokens: Tensor, features: Tensor, position: int, num: int) -> list[Prediction]:
+    def _advance(self, states: list[_State], tokens: list[int], features: Tensor, position: int, num: int) -> list[Prediction]:
         """One more row per sequence, on the network's own output, or `num` of them; their K/V is scratch."""
         at, num = [state.filled + position for state in states], num if self.network.several(self.cache) else 1
         rows = [(state.blocks, where - state.begin, 1) for state, where in zip(states, at, strict=True)]
-        positions = torch.tensor([where + i for i in range(num) for where in at], device=tokens.device)
-        everyone = torch.arange(len(rows), device=tokens.device)
-        return self.network.steps(tokens, positions, features, self._plan(rows, num), self.cache, everyone, num)
+        positions = [where + i for i in range(num) for where in at]
+        return self.network.steps(tokens, positions, features, self._plan(rows, num), self.cache, range(len(rows)), num)
 
     def _plan(self, rows: list[Row], num: int) -> AttentionPlan:
         return self.cache.plan(rows) if num == 1 else make_plan(rows, self.block_size, self.network.device, ahead=num - 1)
@@ -203,12 +203,11 @@ class FeatureChain(Drafter):
             base = state.filled - state.begin
             rows.append((state.blocks, base + len(parents) - num, num))
             trees.append(Tree(base, parents))
-        positions = torch.tensor([state.filled + level.depth for state in states], device=features.device).repeat_interleave(num)
-        everyone = torch.arange(len(positions), device=features.device)
-        plan = self.cache.plan(rows, trees)
-        return self.network.steps(level.tokens.flatten(), positions, features.contiguous(), plan, self.cache, everyone)[0]
+        positions = [state.filled + level.depth for state in states for _ in range(num)]
+        plan, tokens = self.cache.plan(rows, trees), level.tokens.flatten().tolist()
+        return self.network.steps(tokens, positions, features.contiguous(), plan, self.cache, range(len(tokens)))[0]
 
-    def _read(self, parts: list[_Unread], num: int) -> tuple[AttentionPlan, Tensor, Tensor]:
+    def _read(self, parts: list[_Unread], num: int) -> tuple[AttentionPlan, list[int], list[int]]:
         """(plan, token ids, positions) of a pass over unread positions, which become part of the state, and of `num` - 1 behind it."""
         spans: list[Row] = []
         token_ids: list[int] = []
@@ -220,8 +219,7 @@ class FeatureChain(Drafter):
             positions += range(begin, stop)
             spans.append((state.blocks, begin - state.begin, stop - begin))
         positions += [part.state.filled + i for i in range(num - 1) for part in parts]
-        device = self.network.device
-        return self._plan(spans, num), torch.tensor(token_ids, device=device), torch.tensor(positions, device=device)
+        return self._plan(spans, num), token_ids, positions
 
 
 @dataclass(slots=True)

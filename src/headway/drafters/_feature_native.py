@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,34 +89,36 @@ class NativePass:
         return cls(network, stack, library) if fits and stack is not None else None
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, features: Tensor | Sequence[Hidden], plan: NativePlan, cache: KVCache, picked: Tensor,
+        self, token_ids: Sequence[int], features: Tensor | Sequence[Hidden], plan: NativePlan, cache: KVCache, picked: Sequence[int],
         num_passes: int = 1,
     ) -> list[Prediction]:
         """As `FeatureNetwork.steps`; the plan has begun."""
         num_tokens, hidden, num, args = len(token_ids), self.hidden_size, len(picked), self._args
-        for name, tensor, limit in (("token_ids", token_ids, self.vocab_size), ("picked", picked, num_tokens)):
-            if tensor.dtype != torch.int64 or not tensor.is_contiguous() or tensor.numpy().view(np.uint64).max() >= limit:
-                raise ValueError(f"{name} must be contiguous int64 in [0, {limit}), got {tensor}")
-        if num_passes != plan.ahead + 1 or len(positions) != num_tokens + plan.ahead * num or (num_passes > 1 and num != plan.num_rows):
+        for name, given, limit in (("token_ids", token_ids, self.vocab_size), ("picked", picked, num_tokens)):
+            if min(given) < 0 or max(given) >= limit:
+                raise ValueError(f"{name} must be in [0, {limit}), got {list(given)}")
+        num_angles = num_tokens + plan.ahead * num
+        if num_passes != plan.ahead + 1 or len(plan.positions) != num_angles or (num_passes > 1 and num != plan.num_rows):
             raise ValueError(f"{num_passes} passes need a plan with room for as many, of rows that all predict, and all their positions")
         taken = self._take(features, num_tokens)
         x, pair = torch.empty(num_tokens, hidden, dtype=torch.bfloat16), torch.empty(num_tokens, 2 * hidden, dtype=torch.bfloat16)
         last, normed, logits = (torch.empty(num, width, dtype=torch.bfloat16) for width in (hidden, hidden, self.width))
-        best, confidence = torch.empty(num_passes, num, dtype=torch.int64), np.empty((num_passes, num), dtype=np.float32)
+        best, confidence = torch.empty(num_passes, num, dtype=torch.int64), torch.empty(num_passes, num)
+        read, predicting = array("q", token_ids), array("q", picked)
         stack, _scratch = self._stack.arguments(x, len(cache.layers), plan, cache)
         quantised = max((product.scratch(num_tokens) for product in self._products), key=torch.Tensor.numel)
         if quantised.numel() > _scratch[-1].numel():
             stack.quantised = quantised.data_ptr()
         following = self._follow(num, cache) if num_passes > 1 else None
-        args.stack, args.token_ids, args.picked = ctypes.addressof(stack), token_ids.data_ptr(), picked.data_ptr()
-        args.positions = positions.data_ptr() if self._wiring.mask_first else None
+        args.stack, args.token_ids, args.picked = ctypes.addressof(stack), read.buffer_info()[0], predicting.buffer_info()[0]
+        args.positions = plan.positions.data_ptr() if self._wiring.mask_first else None
         args.pair, args.last, args.normed, args.logits = pair.data_ptr(), last.data_ptr(), normed.data_ptr(), logits.data_ptr()
-        args.best, args.confidence, args.num_passes = best.data_ptr(), confidence.ctypes.data, num_passes
+        args.best, args.confidence, args.num_passes = best.data_ptr(), confidence.data_ptr(), num_passes
         args.num_picked, args.num_threads = num, stack.num_threads
         self._function(ctypes.byref(args))
         del taken, following
         state = normed if self._wiring.norm_output else last
-        return [Prediction(logits, state, *each) for each in zip(best, confidence, strict=True)]
+        return [Prediction(logits, state, *each) for each in zip(best.numpy(), confidence.numpy(), strict=True)]
 
     def _take(self, features: Tensor | Sequence[Hidden], num_tokens: int) -> object:
         """Points the record at them; returns what must outlive the call."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway import native
 from headway.drafters._chain import Prediction
 from headway.drafters._checkpoint import Checkpoint
 from headway.drafters._feature_native import NativePass
@@ -26,6 +27,7 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
 from headway.models.rope import Rope
+from headway.native.ops import can_pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,10 @@ class FeatureNetwork:
 
     @torch.inference_mode()
     def steps(
-        self, token_ids: Tensor, positions: Tensor, features: Tensor | Sequence[Hidden], plan: AttentionPlan, cache: KVCache,
-        picked: Tensor, num: int = 1,
+        self, token_ids: Sequence[int], positions: Sequence[int], features: Tensor | Sequence[Hidden], plan: AttentionPlan,
+        cache: KVCache, picked: Sequence[int], num: int = 1,
     ) -> list[Prediction]:
-        """`forward`, then `predict` for the rows int64 [m] of the pass that predict: in one call of the compiled kernels where they can.
+        """`forward`, then `predict` for the m rows of the pass that predict: in one call of the compiled kernels where they can.
         Instead of features it takes hidden states of the target in parts, for `fuse`.
 
         Where they can (`several`), they run `num` passes, each further one behind the likeliest tokens of the one before; all predictions
@@ -111,11 +113,12 @@ class FeatureNetwork:
         num - 1 more tokens (`NativePlan`), and their `positions` follow those of the pass, [n + (num - 1) * m].
         """
         if self.native is not None and isinstance(plan, NativePlan):
-            plan.begin(positions, self.rope, self.dtype)
-            return self.native(token_ids, positions, features, plan, cache, picked, num)
+            plan.begin(torch.tensor(positions), self.rope, self.dtype)
+            return self.native(token_ids, features, plan, cache, picked, num)
         features = features if isinstance(features, Tensor) else self.fuse_parts(features)
-        x = self.forward(token_ids, positions, features, plan, cache)
-        return [Prediction(*self.predict(x[picked.to(x.device)]))]
+        read = torch.tensor([token_ids, positions], device=self.device)
+        x = self.forward(read[0], read[1], features, plan, cache)
+        return [Prediction(*self.predict(x if len(picked) == len(x) else x[list(picked)]))]
 
     def _enter(self, embeds: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[n, hidden] both -> (input of the first layer's attention, residual [n, hidden])."""
@@ -179,7 +182,8 @@ class FeatureFile(ABC):
 
 
 class Builder:
-    """Takes a checkpoint's tensors in the target's dtype, on its device, and counts their bytes."""
+    """Takes a checkpoint's tensors in the target's dtype, on its device, and counts their bytes. Products are kept as 8-bit integers where
+    the compiled kernels multiply them: a draft need not be exact, and a step of the target has pushed the weights out of the caches."""
 
     def __init__(self, checkpoint: Checkpoint, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.shape, self.dtype, self.device = checkpoint, shape, dtype, device
@@ -194,7 +198,12 @@ class Builder:
         return RMSNorm(self.take(f"{name}.weight", self.shape.hidden_size if size is None else size), self.shape.rms_norm_eps)
 
     def linear(self, prefix: str, parts: dict[str, int], size_in: int, bias: bool = False) -> Linear:
-        return Linear(*self.stacked(prefix, parts, size_in, bias))
+        weight, offset = self.stacked(prefix, parts, size_in, bias)
+        return Linear(weight, offset, int8=_as_int8(weight))
+
+    def gated(self, prefix: str, size: int, size_in: int, bias: bool = False) -> GatedLinear:
+        weight, offset = self.stacked(prefix, {"gate_proj": size, "up_proj": size}, size_in, bias)
+        return GatedLinear(weight, offset, int8=_as_int8(weight))
 
     def stacked(self, prefix: str, parts: dict[str, int], size_in: int, bias: bool = False) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with the fused rows of `prefix.part`, in order."""
@@ -223,9 +232,7 @@ class Builder:
             k_norm=self.norm(f"{attention}.k_norm", shape.head_dim) if qk_norm else None,
             o=self.linear(attention, {"o_proj": hidden}, q_size, has_bias("self_attn.o_proj")),
             post_norm=self.norm(f"{name}.post_attention_layernorm"),
-            gate_up=GatedLinear(
-                *self.stacked(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, has_bias("mlp.gate_proj"))
-            ),
+            gate_up=self.gated(f"{name}.mlp", inner, hidden, has_bias("mlp.gate_proj")),
             down=self.linear(f"{name}.mlp", {"down_proj": hidden}, inner, has_bias("mlp.down_proj")),
             window=window,
         )
@@ -245,3 +252,9 @@ class Builder:
 
     def error(self, message: str) -> ModelError:
         return ModelError(f"{self.checkpoint.directory}: {message}")
+
+
+def _as_int8(weight: Tensor) -> bool:
+    """Whether the compiled kernels multiply it as 8-bit integers here."""
+    library = native.library()
+    return library is not None and can_pack(library, weight, int8=True)

@@ -97,8 +97,8 @@ class HiddenHeads(Drafter):
         state = network.begin(torch.stack([self._hidden[request.seq_id][1] for request in asked]))
         first = Prediction(*network.step(0, state, tokens.to(state.device)))
 
-        def advance(going: list[int], tokens: Tensor, state: Tensor, position: int, num: int) -> list[Prediction]:
-            return [Prediction(*network.step(position + 1, state, tokens))]
+        def advance(going: list[int], tokens: list[int], state: Tensor, position: int, num: int) -> list[Prediction]:
+            return [Prediction(*network.step(position + 1, state, torch.tensor(tokens, device=state.device)))]
 
         def go_on(level: Level, state: Tensor) -> Prediction:
             tokens, num = level.tokens.flatten(), level.tokens.shape[1]

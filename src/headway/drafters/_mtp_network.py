@@ -26,7 +26,6 @@ from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwo
 from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import Linear
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ class MTPFile(FeatureFile):
         layer = build.layer(self.name(layout.layer))
         head = self.name("model.layers.{i}.shared_head.head.weight")
         own_head = layout.name == "DeepSeek" and head in self.checkpoint
-        lm_head = Linear(build.take(head, shape.vocab_size, shape.hidden_size)) if own_head else target.lm_head
+        lm_head = build.linear(head.removesuffix(".weight"), {"": shape.vocab_size}, shape.hidden_size) if own_head else target.lm_head
         wiring = Wiring(
             token_norm=build.norm(self.name(layout.token_norm)), feature_norm=build.norm(self.name(layout.hidden_norm)),
             project=build.linear(self.name(layout.project), {"": shape.hidden_size}, 2 * shape.hidden_size),
