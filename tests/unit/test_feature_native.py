@@ -152,6 +152,17 @@ def test_nothing_wrong_reaches_the_kernels(target: Decoder, tmp_path: Path) -> N
         run(num=17, ahead=16)
 
 
+def test_a_head_s_own_products_are_8_bit_integers(target: Decoder, tmp_path: Path) -> None:
+    """Half the bytes of each step's read; the drafts are verified, so they need not be exact. The target's own are as they were loaded."""
+    network, shared = eagle3(target, tmp_path / "own"), load_eagle(eagle1_dir(tmp_path / "shared", target.directory, **INNER), target)
+    layer, fused = network.layers[0], network.wiring.fuse
+    assert fused is not None
+    products = [fused.packed, network.lm_head.packed, layer.qkv.packed, layer.o.packed, layer.gate_up.packed, layer.down.packed]
+    assert all(product is not None and product.scales is not None for product in products)
+    assert shared.lm_head.packed is not None
+    assert shared.lm_head.packed.scales is None
+
+
 def test_what_does_not_pack_runs_operation_by_operation(target: Decoder, tmp_path: Path) -> None:
     assert eagle3(target, tmp_path / "odd", inner_size=80).native is None
     assert eagle3(target, tmp_path / "vocabulary", draft_vocab=200).native is None
