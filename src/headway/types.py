@@ -423,7 +423,7 @@ class DrafterFeedback:
 
     drafter: str
     num_rows: int                     # sequences it drafted for
-    num_steps: int                    # the largest k among them
+    num_steps: int                    # the largest k asked of it; a draft may stop before: what an ask costs is what policies weigh
     num_catch_up: int                 # known tokens it had not been asked about before, summed over the rows, one per row not counted
     num_proposed: int
     draft_ms: float
