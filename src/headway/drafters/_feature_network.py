@@ -83,7 +83,6 @@ class FeatureNetwork:
         self.num_bytes = 0   # of its own weights; set by the loader
         self.native = NativePass.make(self)
 
-    @torch.inference_mode()
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
         """The target's hidden states, one [n, target hidden] per entry of `hidden_layers` -> features [n, hidden]."""
         wiring = self.wiring
@@ -100,7 +99,6 @@ class FeatureNetwork:
         """Whether `steps` can run more than one pass."""
         return self.native is not None and cache.backend == "native"
 
-    @torch.inference_mode()
     def steps(
         self, token_ids: Sequence[int], positions: Sequence[int], features: Tensor | Sequence[Hidden], plan: AttentionPlan,
         cache: KVCache, picked: Sequence[int], num: int = 1,

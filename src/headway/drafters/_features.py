@@ -80,11 +80,11 @@ class FeatureTrack:
 
     def take(self) -> Hidden:
         """Hidden states at [kept, end), read once."""
-        parts = [
-            tuple(layer[max(0, self.kept - start) :] for layer in hidden)
-            for start, hidden in self._pieces
-            if start + len(hidden[0]) > self.kept
-        ]
+        parts: list[Hidden] = []
+        for start, hidden in reversed(self._pieces):
+            parts.insert(0, hidden if start >= self.kept else tuple(layer[self.kept - start :] for layer in hidden))
+            if start <= self.kept:
+                break
         self.kept = self.end
         self._drop_read()
         return tuple(torch.cat(layers) for layers in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
@@ -141,7 +141,8 @@ class FeatureTrack:
     def _drop_read(self) -> None:
         """Lets go of pieces that were read, except those of the block being filled."""
         needed = min(self.kept, self._filed)
-        self._pieces = [(start, hidden) for start, hidden in self._pieces if start + len(hidden[0]) > needed]
+        while self._pieces and (self._pieces[1][0] if len(self._pieces) > 1 else self.end) <= needed:
+            del self._pieces[0]
 
     def _hash(self, index: int, token_ids: Sequence[int]) -> bytes:
         size = self.store.block_size
