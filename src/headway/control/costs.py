@@ -47,7 +47,8 @@ _HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
 _MAX_CELLS = 320
 _WELL_KNOWN = 256       # observations after which only one step in
 _SELDOM = 3             # is learned from: learning has its price
-_REFIT_EVERY = 128      # observations, at most
+_YOUNG = 6.0            # observations up to which every step of a cell is
+_REFIT_EVERY = 64       # observations, at most
 _SURPRISES = 2          # steps whose error is no noise, after which it refits: a load that is new must not wait its turn
 _FIRST_REFIT = 32       # observations after a profile or what was kept has been read
 _RECENT = 128           # errors that `error` is the median of
@@ -286,15 +287,20 @@ class _Fit:
         changed = abs(math.log(self.speed / self._fitted_speed)) > _REGIME
         surprising = abs(log_error) > 2.0 * self._typical
         self._num_surprises += surprising
-        if changed or surprising or self.num_observed < _WELL_KNOWN or self.num_observed % _SELDOM == 0:
+        if changed or surprising or self.num_observed < _WELL_KNOWN or self.num_observed % _SELDOM == 0 or self._is_young(raw):
             self.learn(raw, ms)
         if changed or self._num_surprises >= _SURPRISES or self.num_observed >= self._next_refit:
             # The longer nothing changes, the less there is to learn.
             self._next_refit = self.num_observed + min(_REFIT_EVERY, max(2, self.num_observed // 2))
             self.refit()
 
+    def _is_young(self, raw: Sequence[float]) -> bool:
+        """Whether steps like this one were hardly learned from."""
+        cell = self._cells.get(_key(raw))
+        return cell is None or cell.weight < _YOUNG
+
     def learn(self, raw: Sequence[float], ms: float, weight: float = 1.0) -> None:
-        key = tuple(int(2.0 * math.log2(1.0 + value) + 0.5) if value > 8 else int(value) for value in raw)
+        key = _key(raw)
         cell = self._cells.get(key)
         if cell is None:
             if len(self._cells) >= _MAX_CELLS:
@@ -359,6 +365,11 @@ class _Fit:
         self.num_observed = int(saved["num_observed"])
         self.refit()
         self.trust()
+
+
+def _key(raw: Sequence[float]) -> tuple[int, ...]:
+    """Of the cell that `raw` belongs to: fine where numbers are small."""
+    return tuple(int(2.0 * math.log2(1.0 + value) + 0.5) if value > 8 else int(value) for value in raw)
 
 
 def _nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray) -> FloatArray:
