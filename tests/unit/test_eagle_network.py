@@ -75,7 +75,6 @@ def test_both_layouts_of_eagle3_are_one_network(target_dir: Path, target: Decode
         torch.testing.assert_close(a, b)
     assert one.hidden_layers == (0, 1)
     assert one.embedding is target.embedding
-    assert one.num_bytes < sum(t.nbytes for t in load_file(tmp_path / "a" / "model.safetensors").values())
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])

@@ -80,12 +80,10 @@ def _eagle3(file: EagleFile, target: Decoder) -> FeatureNetwork:
         normed_residual=bool(config.get("norm_before_residual", False)),
         norm_output=bool(config.get("norm_output", False)),   # EAGLE 3.1
     )
-    network = FeatureNetwork(
+    return FeatureNetwork(
         shape, layer_ids, build.embedding("embed_tokens.weight", target.embedding), layers, _lm_head(build, target, vocab),
         None if target_ids is None else target_ids.to(target.device), wiring,
     )
-    network.num_bytes = build.num_bytes
-    return network
 
 
 def _eagle1(file: EagleFile, target: Decoder) -> FeatureNetwork:
@@ -96,9 +94,7 @@ def _eagle1(file: EagleFile, target: Decoder) -> FeatureNetwork:
     layers = [build.layer(f"layers.{i}", input_norm=i > 0) for i in range(shape.num_layers)]
     fc = build.linear("fc", {"": hidden}, 2 * hidden, bias="fc.bias" in checkpoint)
     embedding = build.embedding("embed_tokens.weight", target.embedding)
-    network = FeatureNetwork(shape, (-1,), embedding, layers, target.lm_head, None, Wiring(project=fc, direct=True))
-    network.num_bytes = build.num_bytes
-    return network
+    return FeatureNetwork(shape, (-1,), embedding, layers, target.lm_head, None, Wiring(project=fc, direct=True))
 
 
 def _lm_head(build: Builder, target: Decoder, vocab: int) -> Linear:

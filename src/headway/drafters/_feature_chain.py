@@ -20,7 +20,7 @@ from torch import Tensor
 from headway.config import option
 from headway.drafters._chain import Prediction, catch_up, draft_chain, num_unasked
 from headway.drafters._confidence_head import ConfidenceHead
-from headway.drafters._feature_network import FeatureFile, FeatureNetwork
+from headway.drafters._feature_network import FeatureFile, FeatureNetwork, bytes_per_weight
 from headway.drafters._features import FeatureStore, FeatureTrack, Hidden
 from headway.drafters._tree import Level, TreeOptions, draft_trees
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
@@ -76,7 +76,7 @@ class FeatureChain(Drafter):
         self._dtype, self.block_size = context.dtype, context.block_size
         own = KVCache.bytes_per_block(self._file.shape, context.block_size, context.dtype)
         self._kept_bytes = len(self.hidden_layers) * context.target.hidden_size * context.block_size * context.dtype.itemsize
-        weights = self._file.num_elements * context.dtype.itemsize
+        weights = self._file.num_elements * bytes_per_weight(context.dtype, context.device)
         return DrafterMemory(weight_bytes=weights, kv_bytes_per_block=own + self._kept_bytes)
 
     def load(self, target: Target) -> None:

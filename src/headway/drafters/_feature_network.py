@@ -80,7 +80,6 @@ class FeatureNetwork:
         self.wiring = wiring
         self.dtype, self.device = embedding.dtype, embedding.device
         self.rope = Rope.of(shape, self.device)
-        self.num_bytes = 0   # of its own weights; set by the loader
         self.native = NativePass.make(self)
 
     def fuse(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -180,17 +179,14 @@ class FeatureFile(ABC):
 
 
 class Builder:
-    """Takes a checkpoint's tensors in the target's dtype, on its device, and counts their bytes. Products are kept as 8-bit integers where
+    """Takes a checkpoint's tensors in the target's dtype, on its device. Products are kept as 8-bit integers where
     the compiled kernels multiply them: a draft need not be exact, and a step of the target has pushed the weights out of the caches."""
 
     def __init__(self, checkpoint: Checkpoint, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint, self.shape, self.dtype, self.device = checkpoint, shape, dtype, device
-        self.num_bytes = 0
 
     def take(self, name: str, *shape: int) -> Tensor:
-        tensor = self.checkpoint.take(name, shape).to(device=self.device, dtype=self.dtype)
-        self.num_bytes += tensor.nbytes
-        return tensor
+        return self.checkpoint.take(name, shape).to(device=self.device, dtype=self.dtype)
 
     def norm(self, name: str, size: int | None = None) -> RMSNorm:
         return RMSNorm(self.take(f"{name}.weight", self.shape.hidden_size if size is None else size), self.shape.rms_norm_eps)
@@ -243,13 +239,16 @@ class Builder:
                 raise self.error(f"hidden size {hidden} is not the target's ({of_target.shape[1]}), so the weights need {name}")
             return of_target
         own = self.checkpoint.take(name, (vocab, hidden)).to(device=self.device, dtype=self.dtype)
-        if torch.equal(own, of_target):
-            return of_target
-        self.num_bytes += own.nbytes
-        return own
+        return of_target if torch.equal(own, of_target) else own
 
     def error(self, message: str) -> ModelError:
         return ModelError(f"{self.checkpoint.directory}: {message}")
+
+
+def bytes_per_weight(dtype: torch.dtype, device: torch.device) -> int:
+    """Of the products, which are nearly all of a network, where their shapes fit the kernels."""
+    library = native.library() if device.type == "cpu" and dtype == torch.bfloat16 else None
+    return 1 if library is not None and library.linear_panel else dtype.itemsize
 
 
 def _as_int8(weight: Tensor) -> bool:

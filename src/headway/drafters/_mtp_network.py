@@ -121,6 +121,4 @@ class MTPFile(FeatureFile):
             final_norm=build.norm(self.name(layout.final_norm)), feature_first=layout.hidden_first, mask_first=layout.mask_first,
             norm_output=True,
         )
-        network = FeatureNetwork(shape, self.hidden_layers, target.embedding, [layer], lm_head, None, wiring)
-        network.num_bytes = build.num_bytes
-        return network
+        return FeatureNetwork(shape, self.hidden_layers, target.embedding, [layer], lm_head, None, wiring)
