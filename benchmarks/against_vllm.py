@@ -1,11 +1,18 @@
-"""Headway beside vLLM on this machine: both serve the same directory, and the same load is put on them in turns.
+"""Headway beside vLLM on this machine: all serve the same directory, and the same load is put on them in turns.
 
     python benchmarks/against_vllm.py --vllm VENV/bin/vllm --output results/vllm.json
-    python benchmarks/against_vllm.py --vllm VENV/bin/vllm --prompt-tokens 1500 --output-len 32 --output results/vllm-long-prompts.json
+    python benchmarks/against_vllm.py --vllm VENV/bin/vllm --configurations headway:off vllm:off \
+        --prompt-tokens 1500 --cells 1 4 --output-len 32 --output results/vllm-long-prompts.json
 
-`--prompt-tokens N` takes prompts of N tokens from the standard library's sources instead of a workload: what a first token costs.
-Each server runs in a session of its own; the one that is not being measured is stopped (SIGSTOP), since an idle vLLM worker still polls.
-Prints a line per cell and writes every run's document. Needs a vLLM installation; nothing else in the project does.
+A configuration is ENGINE:SPECULATION. Speculation: off; default (Headway's own); ngram-kN; table, a prudent one that anybody could write
+(ngram, 8 drafts up to 4 requests, 4 up to 16, none beyond). vLLM as it comes leaves a core to its scheduler; with `+all` behind the
+configuration it computes on that one, too. A cell is WORKLOAD@REQUESTS. `--prompt-tokens N` takes prompts of N tokens from the standard
+library's sources instead of a workload, and cells are then numbers: what a first token costs.
+
+Each server runs in a session of its own and is stopped (SIGSTOP) while another is measured, since an idle vLLM worker still polls. A round
+of a cell puts the same prompts on every server, and ratios are taken within a round; who begins rotates. Prints the median over rounds
+(least to largest) of each Headway's speed over each vLLM's, and over the round's fastest vLLM. Needs a vLLM installation; only the
+benchmarks that name vLLM do.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -24,12 +32,43 @@ from pathlib import Path
 from typing import Any
 
 from record import origin, write
-from servers import BIN, Server, vllm_env
+from servers import BIN, Server, vllm_env, vllm_version
 
 from headway.engine.tokenizer import Tokenizer
 from headway.models import hub
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+TABLE = {**NGRAM, "num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": [[1, 4, 8], [5, 16, 4], [17, 64, 0]]}
+CONFIGURATIONS = ("headway:off", "headway:ngram-k4", "headway:default", "vllm:off", "vllm:off+all", "vllm:ngram-k4", "vllm:table")
+CELLS = ("code-edit@1", "code-edit@4", "code-edit@16", "code-edit@32", "chat@1", "chat@8", "chat@32")
+NAME = re.compile(r"(headway|vllm):(off|default|table|ngram-k([1-9]\d*))(\+all)?")
+KEPT = ("output_tokens_per_s", "tpot_ms", "ttft_ms", "mean_acceptance_length", "num_output_tokens", "output_hash", "errors", "invalid")
+
+
+def speculation(name: str) -> dict[str, Any] | None:
+    """vLLM's `--speculative-config` of a configuration's name. SystemExit for a name that is none."""
+    matched = NAME.fullmatch(name)
+    if matched is None or (matched[4] if matched[1] == "headway" else matched[2] == "default"):
+        raise SystemExit(f"{name!r} is no configuration; accepted: headway:off|default|table|ngram-kN, vllm:off|table|ngram-kN[+all]")
+    if matched[2] == "table":
+        return TABLE
+    return NGRAM | {"num_speculative_tokens": int(matched[3])} if matched[3] else None
+
+
+def start(name: str, port: int, options: argparse.Namespace, directory: str) -> Server:
+    """The configuration's server, stopped."""
+    config = speculation(name)
+    model = directory if name.startswith("vllm") else options.model   # the same weights; the name brings Headway's default drafters
+    common = ["serve", model, "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64", "--port", str(port)]
+    common += ["--speculative-config", json.dumps(config)] if config else []
+    if name.startswith("vllm"):
+        env = vllm_env(options.vllm, options.kv_cache_gib, name.endswith("+all"))
+        server = Server(name, [options.vllm, *common], port, env)
+    else:
+        own = ["--kv-cache-memory-bytes", str(options.kv_cache_gib << 30), *(["--spec", "off"] if name.endswith("off") else [])]
+        server = Server(name, [str(BIN / "headway"), *common, *own], port, {})
+    server.signal(signal.SIGSTOP)
+    return server
 
 
 def long_prompts(tokenizer: Tokenizer, num_tokens: int) -> Iterator[str]:
@@ -41,103 +80,113 @@ def long_prompts(tokenizer: Tokenizer, num_tokens: int) -> Iterator[str]:
             yield tokenizer.decode(token_ids[begin : begin + num_tokens])
 
 
-def write_workload(prompts: Iterator[str], count: int, path: Path) -> str:
-    """The next `count` prompts as a workload that `headway bench` reads."""
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in itertools.islice(prompts, count)))
-    return f"jsonl:{path}"
+class Cell:
+    """One workload at one load, round after round."""
+
+    def __init__(self, name: str, options: argparse.Namespace, prompts: Iterator[str], scratch: Path) -> None:
+        workload, _, number = name.rpartition("@")
+        self.name, self.workload, self.concurrency = name, workload, int(number)
+        self.options, self.prompts, self.scratch = options, prompts, scratch
+        self.num_prompts = max(options.min_prompts, self.concurrency)
+        self.rounds: list[dict[str, dict[str, Any]]] = []
+
+    def run(self, servers: list[Server]) -> None:
+        """One more round."""
+        workload = self.workload
+        if not workload:   # each round has prompts of its own, and one more to warm up with
+            workload = f"jsonl:{self.scratch}"
+            found = itertools.islice(self.prompts, self.num_prompts + 1)
+            self.scratch.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in found))
+        turn = len(self.rounds) % len(servers)
+        self.rounds.append({server.name: self._measure(server, workload) for server in (*servers[turn:], *servers[:turn])})
+
+    def _measure(self, server: Server, workload: str) -> dict[str, Any]:
+        command = [
+            str(BIN / "headway"), "bench", "serve", "--base-url", server.url, "--workload", workload, "--seed", str(len(self.rounds)),
+            "--concurrency", str(self.concurrency), "--num-prompts", str(self.num_prompts), "--output-len", str(self.options.output_len),
+            "--warmup", "1",
+        ]  # fmt: skip
+        server.signal(signal.SIGCONT)
+        time.sleep(0.5)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        server.signal(signal.SIGSTOP)
+        document = json.loads(done.stdout.splitlines()[-1])
+        return {key: document[key] for key in KEPT if document.get(key) is not None}
+
+    def summary(self, names: list[str]) -> dict[str, Any]:
+        """Ratios of Headway to vLLM within rounds, [median, least, largest]: tokens/s, and time to first token."""
+        ours, theirs = ([name for name in names if name.startswith(engine)] for engine in ("headway", "vllm"))
+        ratios: dict[str, Any] = {}
+        for name in ours:
+            speed, first = ({other: self._ratios(name, other, key) for other in theirs} for key in ("output_tokens_per_s", "ttft_ms"))
+            best = [min(each) for each in zip(*speed.values(), strict=True)]
+            ratios[name] = {
+                "output_tokens_per_s": {other: _spread(each) for other, each in speed.items()} | {"best": _spread(best)},
+                "ttft_ms": {other: _spread(each) for other, each in first.items()},
+            }
+        return {"cell": self.name, "ratios": ratios, "rounds": self.rounds}
+
+    def _ratios(self, name: str, other: str, key: str) -> list[float]:
+        def value(run: dict[str, Any]) -> float:
+            return float(run[key]["p50"] if isinstance(run[key], dict) else run[key])
+
+        return [value(found[name]) / value(found[other]) for found in self.rounds]
 
 
-def measure(
-    server: Server, others: list[Server], concurrency: int, options: argparse.Namespace, seed: int, workload: str
-) -> dict[str, Any]:
-    for other in others:
-        other.signal(signal.SIGSTOP)
-    server.signal(signal.SIGCONT)
-    time.sleep(1.0)
-    command = [
-        str(BIN / "headway"), "bench", "serve", "--base-url", server.url, "--workload", workload, "--concurrency", str(concurrency),
-        "--num-prompts", str(num_prompts(options, concurrency)), "--output-len", str(options.output_len), "--seed", str(seed),
-        "--warmup", "1",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return document
+def _spread(values: list[float]) -> list[float]:
+    return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
+
+
+def table(cells: list[dict[str, Any]], key: str) -> str:
+    lines = [f"| {key}, Headway / vLLM | " + " | ".join(cell["cell"] for cell in cells) + " |", "|---" * (1 + len(cells)) + "|"]
+    for name, found in cells[0]["ratios"].items():
+        for other in found[key]:
+            spreads = [cell["ratios"][name][key][other] for cell in cells]
+            lines.append(f"| {name} / {other} | " + " | ".join("{:.2f}x ({:.2f}-{:.2f})".format(*each) for each in spreads) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="the vllm executable")
-    parser.add_argument("--model", default="smollm2-135m", help="anything `headway serve` takes")
-    parser.add_argument("--spec", choices=("off", "ngram"), default="off")
-    parser.add_argument("--workload", default="code-edit")
+    parser.add_argument("--model", default="smollm2-135m", help="anything `headway serve` and vLLM take")
+    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS))
+    parser.add_argument("--cells", nargs="+", default=list(CELLS))
     parser.add_argument("--prompt-tokens", type=int, help="prompts of so many tokens, instead of a workload")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--min-prompts", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kv-cache-gib", type=int, default=2, help="vLLM's pool; Headway's is sized from free memory")
-    parser.add_argument("--vllm-all-cores", action="store_true", help="compute on the core that vLLM leaves to its scheduler, too")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kv-cache-gib", type=int, default=1, help="the K/V pool of every server")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
+    for name in options.configurations:
+        speculation(name)
+    if len({name.partition(":")[0] for name in options.configurations}) < 2:
+        parser.error("--configurations needs at least one of headway and one of vllm")
     directory = str(hub.resolve(options.model))
     prompts = long_prompts(Tokenizer(Path(directory)), options.prompt_tokens) if options.prompt_tokens else iter(())
-    vllm, headway = start_servers(options, directory)
-    cells: list[dict[str, Any]] = []
     scratch = tempfile.TemporaryDirectory()
+    cells = [Cell(name, options, prompts, Path(scratch.name) / "prompts.jsonl") for name in options.cells]
+    servers: list[Server] = []
     try:
-        for concurrency in options.concurrency:
-            cell: dict[str, Any] = {"concurrency": concurrency, "vllm": [], "headway": []}
-            for seed in range(options.repeats):
-                workload = options.workload
-                if options.prompt_tokens:   # each repeat has prompts of its own, and one more to warm up with
-                    workload = write_workload(prompts, num_prompts(options, concurrency) + 1, Path(scratch.name) / "prompts.jsonl")
-                for server, other in ((vllm, headway), (headway, vllm)):
-                    cell[server.name].append(measure(server, [other], concurrency, options, seed, workload))
-            cells.append(cell | summary(cell))
-            print(json.dumps({key: value for key, value in cells[-1].items() if key not in ("vllm", "headway")}), flush=True)
+        for port, name in enumerate(options.configurations, 8101):
+            servers.append(start(name, port, options, directory))
+        document: dict[str, Any] = {
+            "benchmark": "against_vllm", "vllm": vllm_version(options.vllm), "prompt_tokens": options.prompt_tokens,
+            "ready_s": {server.name: server.ready_s for server in servers}, **origin(),
+        }  # fmt: skip
+        for number in range(options.rounds):
+            for cell in cells:
+                cell.run(servers)
+                print(f"round {number + 1}: {cell.name}", flush=True)
+            document["cells"] = [cell.summary(options.configurations) for cell in cells]
+            write(document, options.output)
     finally:
-        for server in (vllm, headway):
+        for server in servers:
             server.stop()
         scratch.cleanup()
-    document = {
-        "benchmark": "against_vllm", "spec": options.spec, "prompt_tokens": options.prompt_tokens,
-        "vllm_all_cores": options.vllm_all_cores,
-        "ready_s": {"vllm": vllm.ready_s, "headway": headway.ready_s}, "cells": cells,
-        **origin(),
-    }  # fmt: skip
-    write(document, options.output)
-
-
-def start_servers(options: argparse.Namespace, directory: str) -> tuple[Server, Server]:
-    """vLLM, stopped, and Headway."""
-    speculation = [] if options.spec == "off" else ["--speculative-config", json.dumps(NGRAM)]
-    common = ["serve", directory, "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64", *speculation]
-    pool = vllm_env(options.vllm, options.kv_cache_gib, options.vllm_all_cores)
-    vllm = Server("vllm", [options.vllm, *common, "--port", "8101"], 8101, pool)
-    vllm.signal(signal.SIGSTOP)
-    off = [] if speculation else ["--spec", "off"]
-    return vllm, Server("headway", [str(BIN / "headway"), *common, *off, "--port", "8102"], 8102, {})
-
-
-def num_prompts(options: argparse.Namespace, concurrency: int) -> int:
-    return int(max(options.min_prompts, concurrency))
-
-
-def summary(cell: dict[str, Any]) -> dict[str, Any]:
-    """Medians of both, and the median, least and largest of the ratios pair by pair."""
-    result: dict[str, Any] = {}
-    for key, path in (("output_tokens_per_s", None), ("tpot_ms", "p50"), ("ttft_ms", "p50"), ("mean_acceptance_length", None)):
-        values = {
-            name: [run[key][path] if path else run[key] for run in cell[name] if run.get(key) is not None] for name in ("vllm", "headway")
-        }
-        if not all(values.values()):
-            continue
-        ratios = [ours / theirs for ours, theirs in zip(values["headway"], values["vllm"], strict=True)]
-        result[key] = {
-            **{name: round(statistics.median(found), 2) for name, found in values.items()},
-            "ratio": [round(statistics.median(ratios), 3), round(min(ratios), 3), round(max(ratios), 3)],
-        }
-    return result
+    for key in ("output_tokens_per_s", "ttft_ms"):
+        print(table(document["cells"], key) + "\n")
 
 
 if __name__ == "__main__":
