@@ -33,8 +33,8 @@ FloatArray = NDArray[np.float64]
 
 FORMAT = 2              # of the saved file
 KNOTS = np.array([
-    *range(1, 10), 12, 16, 17, 20, 24, 28, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129, 160, 192, 224, 256, 257, 320, 384, 512, 768,
-    1024, 1536, 2048, 4096, 8192, 16384,
+    *range(1, 10), 12, 13, 16, 17, 20, 24, 25, 28, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129, 160, 192, 224, 256, 257, 320, 384,
+    512, 768, 1024, 1536, 2048, 4096, 8192, 16384,
 ], dtype=np.float64)  # fmt: skip
 _WIDTHS = np.diff(KNOTS)
 _TABLE = 1025           # f is tabulated for fewer tokens than this
@@ -42,12 +42,14 @@ _BEND = 32              # the smooth curve has one slope up to here and another 
 _PREFER = 0.3           # a curve that is flat, in observations
 _SHRINK = 0.5           # towards the smooth curve, in observations
 _MEMORY = 24.0          # observations a cell remembers
+_FADE = 300.0           # steps without a visit until what a cell remembers counts half against what comes next
 _PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
 _HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
 _MAX_CELLS = 320
 _WELL_KNOWN = 256       # observations after which only one step in
 _SELDOM = 3             # is learned from: learning has its price
 _YOUNG = 6.0            # observations up to which every step of a cell is
+_RARE = 12              # steps since the last of its cell, after which one is, too
 _REFIT_EVERY = 64       # observations, at most
 _SURPRISES = 2          # steps whose error is no noise, after which it refits: a load that is new must not wait its turn
 _FIRST_REFIT = 32       # observations after a profile or what was kept has been read
@@ -295,9 +297,9 @@ class _Fit:
             self.refit()
 
     def _is_young(self, raw: Sequence[float]) -> bool:
-        """Whether steps like this one were hardly learned from."""
+        """Whether steps like this one were hardly learned from, or not for a while."""
         cell = self._cells.get(_key(raw))
-        return cell is None or cell.weight < _YOUNG
+        return cell is None or cell.weight < _YOUNG or self.num_observed - cell.seen > _RARE
 
     def learn(self, raw: Sequence[float], ms: float, weight: float = 1.0) -> None:
         key = _key(raw)
@@ -306,7 +308,8 @@ class _Fit:
             if len(self._cells) >= _MAX_CELLS:
                 del self._cells[min(self._cells, key=lambda k: self._cells[k].seen)]
             cell = self._cells[key] = _Cell([0.0] * len(raw), 0.0, 0.0, 0)
-        cell.weight = min(cell.weight + weight, _MEMORY)
+        # Steps that are rare now, as plain ones are where drafts pay, would take hundreds to correct what they were under another load.
+        cell.weight = min(cell.weight * 0.5 ** ((self.num_observed - cell.seen) / _FADE) + weight, _MEMORY)
         share = weight / cell.weight
         cell.raw = [mean + share * (value - mean) for mean, value in zip(cell.raw, raw, strict=True)]
         cell.ms += share * (ms / self.speed - cell.ms)

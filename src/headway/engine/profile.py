@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headway import __version__
+from headway import __version__, native
 from headway.control.costs import FORMAT, CostModel, Work
 from headway.models import hub
 from headway.types import Draft, Request, Row, SamplingParams, Sequence
@@ -65,8 +65,11 @@ def path_of(engine: Engine) -> Path:
     model = engine.model
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _cpu_name()
     threads = torch.get_num_threads() if model.device.type == "cpu" else 0
+    library = native.library() if model.device.type == "cpu" else None
+    kernels = (library.variant, native.INTERFACE) if library is not None else None
     shape = {key: value for key, value in asdict(model.config).items() if "token" not in key}
-    what = [shape, str(model.dtype), model.int8, device, threads, engine.runner.block_size, __version__, torch.__version__, FORMAT]
+    machine = [device, threads, kernels]
+    what = [shape, str(model.dtype), model.int8, *machine, engine.runner.block_size, __version__, torch.__version__, FORMAT]
     digest = hashlib.sha256(json.dumps(what, default=str, sort_keys=True).encode()).hexdigest()
     return hub.home() / "profiles" / f"{digest[:20]}.json"
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from numpy.typing import NDArray
 from headway.config import option
 from headway.control.allocation import allocate, allocate_few
 from headway.control.candidate import FOUND_ASKS, Candidate, some
+from headway.control.depth import best_depth, best_depth_few
 from headway.control.guard import Mean, Plain
 from headway.control.policy import BatchView, DraftView, Policy, SequenceView, Setup
 from headway.control.worth import Own
@@ -94,6 +96,7 @@ class Goodput(Policy):
         self._speedup = Mean(_SPEEDUP_MEMORY, 1.0, 1.0)
         self._deciding = Mean(_DECIDING_MEMORY)   # milliseconds of the policy's own time in a step with drafts
         self._step: _Step | None = None
+        self._unread: list[tuple[_Step | None, Feedback]] = []
         self._held = _Held([], 0, {}, {})
         self._wishes: dict[int, Choice] = {}   # shadow drafts of this step
         self._choices: dict[tuple[str, int], Choice] = {}
@@ -105,6 +108,7 @@ class Goodput(Policy):
                 self._by_name[name].load(saved)
 
     def to_json(self) -> dict[str, Any]:
+        self._read()
         return {drafter.name: saved for drafter in self._drafters if (saved := drafter.to_json()) is not None}
 
     # -- before drafting ------------------------------------------------------------------------------------------
@@ -116,15 +120,15 @@ class Goodput(Policy):
         decoding = [seq for seq in view.sequences if seq.decoding]
         if not decoding:
             return {}
-        step = self._step = self._opened(view, decoding)
-        if step.num_prefill == 0 and self._plain.is_due(self._speedup.value, self._costs.speed):
-            return {}
         able = [seq for seq in decoding if seq.max_k > 0]
-        if not able:
+        ids, held = [seq.seq_id for seq in able], self._held
+        holds = ids == held.ids and 0 < held.until - view.step <= HOLD_STEPS
+        if not holds:
+            self._read()
+        step = self._step = self._opened(view, decoding)
+        if not able or (step.num_prefill == 0 and self._plain.is_due(self._speedup.value, self._costs.speed)):
             return {}
-        ids = [seq.seq_id for seq in able]
-        held = self._held
-        if ids == held.ids and 0 < held.until - step.number <= HOLD_STEPS:
+        if holds:
             step.plan, step.asked, step.hurried = held.plan, held.asked, held.hurried
         else:
             self._decide(step, able, ids)
@@ -267,20 +271,20 @@ class Goodput(Policy):
         if not drafter.blind_used:
             drafter.depth = longest
             return [longest] * num_rows
-        reached = np.asarray(np.cumprod(drafter.blind.predict([seq.seq_id for seq in sequences], longest), axis=1), dtype=np.float64)
-        base, total = len(step.sequences) + step.num_prefill, len(step.sequences)
-        step_ms = self._costs.predict(total, base + drafter.breadth.value * np.arange(reached.size + 1), step.num_context)
-        best, depth, lengths = -np.inf, longest, np.zeros(num_rows, dtype=np.int64)
-        for tried in [depth for depth in _DEPTHS if depth <= longest] if steep else [longest]:
-            part: FloatArray = reached[:, :tried]
-            chosen = allocate(part, step_ms, rate=step.rate)
-            tokens = float(part[np.arange(tried) < chosen[:, None]].sum())
-            ms = float(step_ms[int(chosen.sum())]) + self._costs.predict_draft(drafter.name, num_rows, tried)
-            if tokens - step.rate * ms > best:
-                best, depth, lengths = tokens - step.rate * ms, tried, chosen
+        base, total, rate = len(step.sequences) + step.num_prefill, len(step.sequences), step.rate
+        depths = [depth for depth in _DEPTHS if depth <= longest] if steep else [longest]
+        draft_ms = partial(self._costs.predict_draft, drafter.name, num_rows)
+        if num_rows * longest <= _FEW and drafter.breadth.value == 1.0:
+            few = [drafter.blind.reach(seq.seq_id, longest, None) for seq in sequences]
+            few_ms = self._costs.curve(total, base, num_rows * longest, step.num_context)
+            depth, lengths = best_depth_few(few, few_ms, draft_ms, rate, depths)
+        else:
+            reached = np.asarray(np.cumprod(drafter.blind.predict([seq.seq_id for seq in sequences], longest), axis=1), dtype=np.float64)
+            step_ms = self._costs.predict(total, base + drafter.breadth.value * np.arange(reached.size + 1), step.num_context)
+            depth, lengths = best_depth(reached, step_ms, draft_ms, rate, depths)
         drafter.depth = depth
         whole = [not (drafter.deterministic or seq.greedy) for seq in sequences]
-        return [max(1, length) if fixed else depth for length, fixed in zip(lengths.tolist(), whole, strict=True)]
+        return [max(1, length) if fixed else depth for length, fixed in zip(lengths, whole, strict=True)]
 
     def _look_on(self, step: _Step, able: list[SequenceView]) -> None:
         """Shadow drafts of drafters that cost next to nothing, where a dear one is asked: what can be copied comes in bursts, and a burst
@@ -365,8 +369,21 @@ class Goodput(Policy):
     # -- after the step -------------------------------------------------------------------------------------------
 
     def observe(self, feedback: Feedback) -> None:
+        """Steps for which everything was decided already are learned from together, before the next decision: beside a model code that
+        ran a step ago has left the caches, and the first step costs several times what those behind it cost."""
+        step, self._step = self._step, None
+        self._unread.append((step, feedback))
+        held = step is None or step.plan is self._held.plan
+        if not held or feedback.shadows or len(self._unread) >= HOLD_STEPS:
+            self._read()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for step, feedback in unread:
+            self._take_in(step, feedback)
+
+    def _take_in(self, step: _Step | None, feedback: Feedback) -> None:
         self._costs.observe(feedback)
-        step = self._step
         if step is None:
             self._speedup.observe(1.0, 1.0)   # a plain step
             if not feedback.shadows:
