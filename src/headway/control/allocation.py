@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+FEW = 96             # drafts up to which lists are quicker than arrays
 _SLO_POINTS = 16     # totals at which the targets are checked, on each path
 
 

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.allocation import allocate, allocate_few
+from headway.control.allocation import FEW, allocate, allocate_few
+from headway.control.candidate import Candidate
+from headway.control.costs import CostModel, Work
 
 FloatArray = NDArray[np.float64]
+
+
+def choose_depth(
+    drafter: Candidate, costs: CostModel, seq_ids: list[int], work: Work, rate: float, depths: Sequence[int]
+) -> tuple[int, list[int]]:
+    """What `best_depth` finds by the drafter's statistics of these requests, beside a step that does `work` without drafts."""
+    num_rows, longest = len(seq_ids), depths[-1]
+    draft_ms = partial(costs.predict_draft, drafter.name, num_rows)
+    if num_rows * longest <= FEW and drafter.breadth.value == 1.0:
+        few = [drafter.blind.reach(seq_id, longest, None) for seq_id in seq_ids]
+        return best_depth_few(
+            few, costs.curve(work.num_rows, work.num_tokens, num_rows * longest, work.num_context_tokens), draft_ms, rate, depths
+        )
+    reached = np.asarray(np.cumprod(drafter.blind.predict(seq_ids, longest), axis=1), dtype=np.float64)
+    tokens = work.num_tokens + drafter.breadth.value * np.arange(reached.size + 1)
+    return best_depth(reached, costs.predict(work.num_rows, tokens, work.num_context_tokens), draft_ms, rate, depths)
 
 
 def best_depth(

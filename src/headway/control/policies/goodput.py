@@ -30,16 +30,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.config import option
-from headway.control.allocation import allocate, allocate_few
+from headway.control.allocation import FEW, allocate, allocate_few
 from headway.control.candidate import FOUND_ASKS, Candidate, some
-from headway.control.depth import best_depth, best_depth_few
+from headway.control.costs import Work
+from headway.control.depth import choose_depth
 from headway.control.guard import Mean, Plain
 from headway.control.policy import BatchView, DraftView, Policy, SequenceView, Setup
 from headway.control.worth import Own
@@ -65,7 +65,6 @@ _SPEEDUP_MEMORY = 100.0  # steps
 _DECIDING_MEMORY = 50.0  # steps
 _HOPELESS_AFTER = 32     # drafts of a request that is in a hurry, after which
 _HOPELESS = 0.1          # this acceptance is too little to help it
-_FEW = 96                # drafts up to which lists are quicker than arrays
 _NOBODY = -1
 
 
@@ -264,27 +263,17 @@ class Goodput(Policy):
         longest, num_rows = drafter.max_k, len(sequences)
         steep = drafter.rise(num_rows) > STEEP * step.plain_ms
         drafter.blind_used = steep or not (drafter.deterministic or all(seq.greedy for seq in sequences))
-        tries = drafter.is_new and not drafter.was_known and not (drafter.sunk and self._costs.num_observed >= _FIRST_STEPS)
-        if tries:
+        if drafter.is_new and not drafter.was_known and not (drafter.sunk and self._costs.num_observed >= _FIRST_STEPS):
             # What depth costs, to draft and to verify, shows only when it varies.
             return [min(longest, _FIRST_DEPTHS[step.number % len(_FIRST_DEPTHS)])] * num_rows
         if not drafter.blind_used:
             drafter.depth = longest
             return [longest] * num_rows
-        base, total, rate = len(step.sequences) + step.num_prefill, len(step.sequences), step.rate
         depths = [depth for depth in _DEPTHS if depth <= longest] if steep else [longest]
-        draft_ms = partial(self._costs.predict_draft, drafter.name, num_rows)
-        if num_rows * longest <= _FEW and drafter.breadth.value == 1.0:
-            few = [drafter.blind.reach(seq.seq_id, longest, None) for seq in sequences]
-            few_ms = self._costs.curve(total, base, num_rows * longest, step.num_context)
-            depth, lengths = best_depth_few(few, few_ms, draft_ms, rate, depths)
-        else:
-            reached = np.asarray(np.cumprod(drafter.blind.predict([seq.seq_id for seq in sequences], longest), axis=1), dtype=np.float64)
-            step_ms = self._costs.predict(total, base + drafter.breadth.value * np.arange(reached.size + 1), step.num_context)
-            depth, lengths = best_depth(reached, step_ms, draft_ms, rate, depths)
-        drafter.depth = depth
+        work = Work(len(step.sequences), len(step.sequences) + step.num_prefill, step.num_context)
+        drafter.depth, lengths = choose_depth(drafter, self._costs, [seq.seq_id for seq in sequences], work, step.rate, depths)
         whole = [not (drafter.deterministic or seq.greedy) for seq in sequences]
-        return [max(1, length) if fixed else depth for length, fixed in zip(lengths, whole, strict=True)]
+        return [max(1, length) if fixed else drafter.depth for length, fixed in zip(lengths, whole, strict=True)]
 
     def _look_on(self, step: _Step, able: list[SequenceView]) -> None:
         """Shadow drafts of drafters that cost next to nothing, where a dear one is asked: what can be copied comes in bursts, and a burst
@@ -318,7 +307,7 @@ class Goodput(Policy):
         num_rows, prefill = len(step.sequences), step.num_prefill
         work = (num_rows + (prefill > 0), num_rows + prefill + whole, step.num_context + prefill)
         has_target = self.options.tpot_slo_ms is not None or any(seq.tpot_slo_ms for seq in step.sequences)
-        if num_free <= _FEW and self.options.objective == "throughput" and not has_target:
+        if num_free <= FEW and self.options.objective == "throughput" and not has_target:
             few_ms = self._costs.curve(work[0], work[1], num_free, work[2], prefill)
             lengths, gained = self._few(free, step, few_ms)
             total = sum(lengths.values())
