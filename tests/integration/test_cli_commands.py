@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -236,23 +237,25 @@ def test_flags_of_an_arm_win_over_the_common_ones(headway: Headway, tiny_dir: Pa
 
 def test_a_sweep_is_measured_continued_and_reported(headway: Headway, tiny_dir: Path, tmp_path: Path) -> None:
     words = (
-        "bench", "sweep", str(tiny_dir), *FAST, "--workloads", "chat", "--concurrencies", "1,2", "--patterns", "rollout",
-        "--num-prompts", "2", "--pattern-workload", "chat", "--pattern-concurrency", "2",
-        "--configurations", "off,suffix-k2,batch_table", "--output-len", "16", "--output-range-ratio", "0", "--warmup", "1", "--output",
-        str(tmp_path / "s.json"),
+        "bench", "sweep", str(tiny_dir), *FAST, "--workloads", "chat@1,chat@2", "--patterns", "rollout", "--num-prompts", "2",
+        "--pattern-workload", "chat", "--pattern-concurrency", "2", "--configurations", "off,suffix-k2,batch_table",
+        "--output-len", "16", "--output-range-ratio", "0", "--output", str(tmp_path / "s.json"),
     )
-    out, err = headway(*words, "--repeats", "1")
+    out, err = headway(*words, "--rounds", "1")
     result = document(out)
-    assert result["analysis"]["num_blocks"] == 3
+    assert set(result["analysis"]["num_rounds"].values()) == {1}
     assert result["analysis"]["equal_outputs_share"] == 1.0   # fp32: speculation changes nothing
     assert result["invalid"] is False
     assert "9/9" in err
-    out, err = headway(*words, "--repeats", "2")
+    out, err = headway(*words, "--rounds", "2")
     assert "9 are in" in err
-    assert document(out)["analysis"]["num_blocks"] == 6
+    assert set(document(out)["analysis"]["num_rounds"].values()) == {2}
     saved = json.loads((tmp_path / "s.json").read_text())
     assert len(saved["runs"]) == 18
-    assert {run["num_output_tokens"] for run in saved["runs"] if "rollout" not in run["cell"]} == {32}
+    assert {(run["cell"], run["configuration"], run["round"]) for run in saved["runs"]} == set(product(
+        saved["cells"], ("off", "suffix-k2", "batch_table"), (0, 1)
+    ))  # fmt: skip
+    assert all(run["num_output_tokens"] > 0 for run in saved["runs"])
     assert {run["num_output_tokens"] for run in saved["runs"] if "rollout" in run["cell"]} == {16 + 64}
     page = (tmp_path / "s.html").read_text()
     (tmp_path / "s.html").unlink()
@@ -266,11 +269,17 @@ def test_an_interrupted_sweep_has_a_report_and_can_go_on(
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headway.bench.sweep.Sweep._run", interrupt)
-    words = ("bench", "sweep", str(tiny_dir), *FAST, "--workloads", "chat", "--concurrencies", "1", "--output", str(tmp_path / "s.json"))
-    _, err = headway(*words, code=130)
+    words = (
+        "bench", "sweep", str(tiny_dir), *FAST, "--workloads", "chat@1", "--configurations", "off,suffix-k2", "--num-prompts", "2",
+        "--output-len", "8", "--rounds", "1", "--output", str(tmp_path / "s.json"),
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr("headway.bench.sweep_run.Sweep._round", interrupt)
+        _, err = headway(*words, code=130)
     assert "interrupted: the same command continues" in err
     assert "No cell has a valid run" in (tmp_path / "s.html").read_text()
+    out, _ = headway(*words)
+    assert document(out)["analysis"]["num_rounds"] == {"chat@1": 1}
 
 
 # -- benchmarks against a server ----------------------------------------------------------------------------------
