@@ -85,7 +85,7 @@ def num_unasked(
     requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, head: ConfidenceHead | None, deterministic: bool
 ) -> int:
     """How many tokens of each draft can be predicted in one go: nobody is asked between them, and they are the likeliest ones."""
-    plain = (deterministic or all(request.greedy for request in requests)) and sampler.takes_largest(requests)
+    plain = _all_likeliest(requests, sampler, deterministic)
     return 1 if _listens(keep) or head is not None or not plain else min(request.k for request in requests)
 
 
@@ -132,13 +132,18 @@ def _listens(keep: Keep) -> bool:
     return keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
 
 
+def _all_likeliest(requests: Sequence[DraftRequest], sampler: DraftSampler, deterministic: bool) -> bool:
+    """Whether every draft is the network's largest logits as they are."""
+    return (deterministic or all(request.greedy for request in requests)) and sampler.takes_largest(requests)
+
+
 class _Chooser:
     """The next token of each draft: the likeliest one, or one drawn as the request samples."""
 
     def __init__(self, requests: Sequence[DraftRequest], sampler: DraftSampler, target_ids: Tensor | None, deterministic: bool) -> None:
         self.requests, self.sampler, self.target_ids = requests, sampler, target_ids
         self.greedy = [deterministic or request.greedy for request in requests]
-        self.plain = all(self.greedy) and sampler.takes_largest(requests)
+        self.plain = _all_likeliest(requests, sampler, deterministic)
         self.tokens: list[list[int]] = [[] for _ in requests]
         self.probs: list[list[Tensor]] = [[] for _ in requests]
 
