@@ -7,9 +7,9 @@
     python benchmarks/drafters.py confidence stopping by confidence against fixed k, draft_model (--model TARGET --draft MODEL)
     python benchmarks/drafters.py show FILE  the Markdown tables of a results file
 
-In one block every configuration answers the same prompts, one after the other; the next block of a cell has new prompts and the opposite
-order. Ratios are within a block, their median is shown. With --model TARGET --draft MODEL, `draft_model` and `cascade` take the place of
-`eagle`. The file is rewritten after every run; the same command goes on where it stopped, and leaves out what does not fit the time.
+A sweep (`headway bench sweep`) with configurations of its own: one engine each around one loaded target, which answer the same prompts in
+turns; ratios are within a round, their median is shown. With --model TARGET --draft MODEL, `draft_model` and `cascade` take the place of
+`eagle`. The file is rewritten after every round; the same command goes on where it stopped, and leaves out what does not fit the time.
 `sampling` and `acceptance` count only: their files have no times and are the same on a busy machine. `acceptance` and `confidence` ask for
 code (code.jsonl, found from the root of the repository).
 """
@@ -19,16 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from record import origin, write
 
-from headway.bench import throughput, workloads
-from headway.bench.records import LoadOptions
-from headway.config import EngineConfig, SpeculativeConfig
+from headway.bench import sweep
+from headway.bench.records import Run
+from headway.bench.sweep_analysis import Analysis
+from headway.bench.sweep_run import KEPT, Full, Results, Sweep, Turns, engines
+from headway.config import EngineConfig
 from headway.engine.engine import Engine
 
 Config = dict[str, Any] | None
@@ -36,6 +38,8 @@ EXITS, LENGTHS = (15, 22, 28), (1, 2, 4)
 CODE = "jsonl:benchmarks/code.jsonl"
 COUNTING = ("sampling", "acceptance")
 MODES = ("table", *COUNTING, "layer_skip", "confidence")
+COUNTS = ("acceptance_by_position", "judged_by_position", "tokens_per_drafted_step", "drafts_per_step")
+TIMED = ("ms_per_draft_pass",)
 
 
 def configurations(args: argparse.Namespace) -> dict[str, Config]:
@@ -62,18 +66,9 @@ def configurations(args: argparse.Namespace) -> dict[str, Config]:
         found = {f"{name}, k=4": fixed(name, 4, **model) for name, model in own.items()}
         found |= {name: {"method": name, "num_speculative_tokens": 8, **own.get(name, {})} for name in ("ngram", "suffix", *own)}
         if "eagle" in own:
-            found["eagle + suffix"] = {"method": [{"name": "eagle", **eagle}, "suffix"], "num_speculative_tokens": 16}
+            found["eagle + suffix"] = {"method": [{"name": "eagle", **eagle}, "suffix"], "num_speculative_tokens": 8}
         found["layer_skip"] = {"method": "layer_skip", "num_speculative_tokens": 4}
-        found["layer_skip, exit 20, k=2"] = fixed("layer_skip", 2, layer_skip_exit=20)
-    return {"off": None, **found}
-
-
-def blocks(args: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
-    """(workload, requests in flight, repeat); a short time leaves out repeats, then the largest load."""
-    for repeat in range(args.repeats):
-        for concurrency in args.concurrencies:
-            for workload in args.workloads:
-                yield workload, concurrency, repeat
+    return {sweep.OFF: None, **found}
 
 
 class Costs:
@@ -95,96 +90,87 @@ class Costs:
 
             engine.policy.observe = watched   # type: ignore[method-assign]
 
-
-def measure(engine: Engine, config: Config, load: LoadOptions, repeat: int) -> dict[str, Any]:
-    engine.speculate(SpeculativeConfig.parse(config))
-    size = load.num_prompts
-    prompts, warmup = workloads.load_with_warmup(load.workload, size * (repeat + 1), load.warmup, load.seed)
-    throughput.run(engine, [prompt.encode(engine.tokenizer) for prompt in warmup], load, label="warm-up")
-    costs = Costs(engine)
-    run = throughput.run(engine, [prompt.encode(engine.tokenizer) for prompt in prompts[repeat * size :]], load)
-    stats = run.speculation
-    return {
-        "acceptance_by_position": stats.conditional_acceptance,
-        "judged_by_position": stats.num_reached_per_pos,
-        "mean_acceptance_length": stats.mean_acceptance_length,
-        "mean_k": stats.num_draft_tokens / max(1, stats.num_steps),
-        "output_tokens_per_s": run.summary()["output_tokens_per_s"],
-        "ms_per_draft_pass": {name: ms / max(1, costs.passes[name]) for name, ms in costs.ms.items()},
-        "memory_bytes": {
-            name: weights + engine.memory.drafter_kv_bytes[name] for name, weights in engine.memory.drafter_weight_bytes.items()
-        },
-    }
+    def take(self) -> dict[str, float]:
+        """Milliseconds per pass of each drafter since the last call."""
+        found = {name: ms / max(1, self.passes[name]) for name, ms in self.ms.items()}
+        self.ms, self.passes = {}, {}
+        return found
 
 
-def run_all(args: argparse.Namespace) -> dict[str, Any]:
-    document: dict[str, Any] = {"mode": args.mode, "runs": [], "left_out": [], **origin()}
-    if args.output and args.output.exists():
-        document |= {"runs": json.loads(args.output.read_text())["runs"]}
-    done = {(run["workload"], run["concurrency"], run["repeat"], run["configuration"]) for run in document["runs"]}
-    wanted = configurations(args)
-    engine = Engine(EngineConfig(
-        model=args.model, max_num_seqs=max(args.concurrencies), kv_cache_memory_bytes=args.kv_cache_bytes, num_threads=args.num_threads,
-    ))  # fmt: skip
-    began = time.monotonic()
-    seconds: dict[int, float] = {}   # of a block, by load
-    for workload, concurrency, repeat in blocks(args):
-        prompts = args.prompts or max(4, concurrency + min(concurrency, 8))
-        missing = [name for name in wanted if (workload, concurrency, repeat, name) not in done]
-        start = time.monotonic()
-        if missing and start - began + seconds.get(concurrency, max(seconds.values(), default=0.0)) > args.minutes * 60.0:
-            document["left_out"].append([workload, concurrency, repeat])
-            continue
-        load = LoadOptions(
-            workload=workload, concurrency=concurrency, num_prompts=prompts, output_len=args.output_len, temperature=args.temperature,
-            warmup=0 if args.mode in COUNTING else 1,
+class Drafters(Sweep):
+    kept = (*KEPT, *COUNTS, *TIMED)
+
+    def turns(self, cell: sweep.Cell, prompts: list[list[int]], first_round: int) -> Turns:
+        return _Watched(self.engines, cell, prompts, first_round)
+
+
+class _Watched(Full):
+    """Turns whose runs say what was accepted by position and what a draft pass took."""
+
+    def __init__(self, engines: dict[str, Engine], cell: sweep.Cell, prompts: list[list[int]], first_round: int) -> None:
+        super().__init__(engines, cell, prompts, first_round)
+        self._costs = {name: Costs(engine) for name, engine in engines.items()}
+
+    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Run:
+        self._costs[name].take()
+        run = super().measure(name, number, on_step)
+        stats = run.speculation
+        run.extra.update(
+            acceptance_by_position=stats.conditional_acceptance, judged_by_position=stats.num_reached_per_pos,
+            tokens_per_drafted_step=stats.mean_acceptance_length, drafts_per_step=stats.num_draft_tokens / max(1, stats.num_steps),
+            ms_per_draft_pass=self._costs[name].take(),
         )  # fmt: skip
-        for name in missing if repeat % 2 == 0 else reversed(missing):
-            run = {"workload": workload, "concurrency": concurrency, "repeat": repeat, "configuration": name}
-            found = measure(engine, wanted[name], load, repeat)
-            if args.mode in COUNTING:
-                del found["output_tokens_per_s"], found["ms_per_draft_pass"]
-            document["runs"].append(run | found)
-            print(f"{workload:>10} @{concurrency:<3} {name:<26} {found['mean_acceptance_length']:6.2f} tokens per drafted step "
-                  f"{found.get('output_tokens_per_s', float('nan')):8.1f} tokens/s", flush=True)
-            if args.output:
-                write(document, args.output)
-        if len(missing) == len(wanted):
-            seconds[concurrency] = max(seconds.get(concurrency, 0.0), time.monotonic() - start)
-    return document
+        return run
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    options = sweep.SweepOptions(
+        workloads=",".join(args.workloads), concurrencies=",".join(map(str, args.concurrencies)), configurations=sweep.OFF,
+        num_prompts=args.prompts, output_len=args.output_len, rounds=args.rounds, temperature=args.temperature, time_budget=args.minutes,
+    )  # fmt: skip
+    wanted = configurations(args)
+    results = Results(args.output, sweep.head(options, {}, model=args.model, mode=args.mode) | {"configurations": wanted})
+    config = EngineConfig(
+        model=args.model, max_num_seqs=max(args.concurrencies), kv_cache_memory_bytes=args.kv_cache_bytes, num_threads=args.num_threads,
+    )  # fmt: skip
+    up = engines(config, wanted)
+    results.document |= origin() | {"memory_bytes": {
+        name: sum(engine.memory.drafter_weight_bytes.values()) + sum(engine.memory.drafter_kv_bytes.values()) for name, engine in up.items()
+    }}  # fmt: skip
+    Drafters(up, options, results, lambda num, what: print(what, file=sys.stderr, flush=True)).run()
+    if args.mode in COUNTING:
+        counts = ("cell", "configuration", "round", "invalid", "num_output_tokens", *COUNTS)
+        results.document["runs"] = [{key: run[key] for key in counts} for run in results.runs]
+    write(results.document, args.output)
+    return results.document
 
 
 def show(document: dict[str, Any]) -> Iterator[str]:
     """Markdown: speed-up by workload and load, then acceptance, cost and memory."""
-    runs = document["runs"]
-    names = list(dict.fromkeys(run["configuration"] for run in runs if run["configuration"] != "off"))
-    cells = sorted({(run["workload"], run["concurrency"]) for run in runs}, key=lambda cell: (cell[0], cell[1]))
+    found = Analysis(document)
+    names = [name for name in found.configurations if name != sweep.OFF]
     if document["mode"] not in COUNTING:
-        yield from _speeds(runs, names, cells)
-    least = min(num for _, num in cells)
+        yield "| tokens/s against none | " + " | ".join(found.cells) + " |"
+        yield "|---" * (1 + len(found.cells)) + "|"
+        ratios = found.against(sweep.OFF)
+        for name in names:
+            yield f"| {name} | " + " | ".join(f"{ratios[name, cell]:.2f}x ({_spread(found, cell, name)})" for cell in found.cells) + " |"
+        yield ""
+    least = min(int(cell.rpartition("@")[2]) for cell in found.cells)
     titles = ("workload", "acceptance by position", "tokens per drafted step", "drafts per step", "ms per draft pass", "memory")
     yield f"| {least} request{'s' * (least > 1)} | " + " | ".join(titles) + " |"
     yield "|---" * (1 + len(titles)) + "|"
     for name in names:
-        for cell in (cell for cell in cells if cell[1] == least):
-            mine = [run for run in runs if _is(run, name, cell)]
-            if mine:
-                yield _details(name, cell[0], mine)
+        for cell in found.cells:
+            if cell.endswith(f"@{least}"):
+                yield _details(document, name, cell, [runs[name] for runs in found.rounds[cell]])
 
 
-def _speeds(runs: list[dict[str, Any]], names: list[str], cells: list[tuple[str, int]]) -> Iterator[str]:
-    off = {_block(run): run["output_tokens_per_s"] for run in runs if run["configuration"] == "off"}
-    yield "| tokens/s against none | " + " | ".join(f"{workload} @{num}" for workload, num in cells) + " |"
-    yield "|---" * (1 + len(cells)) + "|"
-    for name in names:
-        ratios = [
-            [run["output_tokens_per_s"] / off[_block(run)] for run in runs if _is(run, name, cell) and _block(run) in off] for cell in cells
-        ]
-        yield f"| {name} | " + " | ".join(f"{statistics.median(each):.2f}x" if each else "" for each in ratios) + " |"
-    yield ""
+def _spread(found: Analysis, cell: str, name: str) -> str:
+    return "-".join(f"{ratio:.2f}" for ratio in found.quartiles(cell, name, sweep.OFF))
 
 
-def _details(name: str, workload: str, runs: list[dict[str, Any]]) -> str:
+def _details(document: dict[str, Any], name: str, cell: str, runs: list[dict[str, Any]]) -> str:
     def median(key: str) -> float:
         return statistics.median(run[key] for run in runs)
 
@@ -194,27 +180,18 @@ def _details(name: str, workload: str, runs: list[dict[str, Any]]) -> str:
     drafters = dict.fromkeys(drafter for each in passes for drafter in each)
     costs = {drafter: statistics.median(each[drafter] for each in passes if drafter in each) for drafter in drafters}
     each = ", ".join(f"{ms:.2f}" if len(costs) == 1 else f"{drafter} {ms:.2f}" for drafter, ms in costs.items())
-    memory = sum(runs[0]["memory_bytes"].values()) / 2**20
     return (
-        f"| {name} | {workload} | {' / '.join(f'{rate:.2f}' for rate in rates)} | {median('mean_acceptance_length'):.2f} "
-        f"| {median('mean_k'):.1f} | {each} | {memory:.0f} MiB |"
+        f"| {name} | {cell.rpartition('@')[0]} | {' / '.join(f'{rate:.2f}' for rate in rates)} | {median('tokens_per_drafted_step'):.2f} "
+        f"| {median('drafts_per_step'):.1f} | {each} | {document['memory_bytes'][name] / 2**20:.0f} MiB |"
     )
 
 
-def _block(run: dict[str, Any]) -> tuple[str, int, int]:
-    return run["workload"], run["concurrency"], run["repeat"]
-
-
-def _is(run: dict[str, Any], name: str, cell: tuple[str, int]) -> bool:
-    return run["configuration"] == name and (run["workload"], run["concurrency"]) == cell
-
-
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "table": {"workloads": ["chat", "code-edit", "summarize", "reasoning"], "concurrencies": [1, 8, 32], "repeats": 3},
-    "sampling": {"workloads": ["chat", "reasoning"], "concurrencies": [8], "repeats": 3, "temperature": 1.0},
-    "acceptance": {"workloads": [CODE], "concurrencies": [8], "repeats": 1},
-    "layer_skip": {"workloads": ["chat", "code-edit", "reasoning"], "concurrencies": [1], "repeats": 2},
-    "confidence": {"workloads": [CODE], "concurrencies": [1], "repeats": 3},
+    "table": {"workloads": ["chat", "code-edit", "summarize", "reasoning"], "concurrencies": [1, 8, 32], "rounds": 3},
+    "sampling": {"workloads": ["chat", "reasoning"], "concurrencies": [8], "rounds": 3, "temperature": 1.0},
+    "acceptance": {"workloads": [CODE], "concurrencies": [8], "rounds": 1},
+    "layer_skip": {"workloads": ["chat", "code-edit", "reasoning"], "concurrencies": [1], "rounds": 3},
+    "confidence": {"workloads": [CODE], "concurrencies": [1], "rounds": 3},
 }
 
 
@@ -228,14 +205,14 @@ def main() -> None:
     parser.add_argument("--confidence-head", help="acceptance head for --draft")
     parser.add_argument("--workloads", nargs="+")
     parser.add_argument("--concurrencies", type=int, nargs="+")
-    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--prompts", type=int, help="in a block; default: 4, or twice the requests in flight up to 16")
+    parser.add_argument("--prompts", type=int, default=0, help="in a round; 0: 4 and half as many as in flight")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--num-threads", type=int)
-    parser.add_argument("--kv-cache-bytes", type=int, default=2 << 30)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--kv-cache-bytes", type=int, help="of each configuration; default: from free memory")
+    parser.add_argument("--output", type=Path, help="default: results/drafters-MODE.json")
     args = parser.parse_args()
     if args.mode == "show":
         if args.file is None:
@@ -244,10 +221,10 @@ def main() -> None:
         return
     if args.mode == "confidence" and not args.draft:
         parser.error("confidence needs --draft")
-    for name, value in {"temperature": 0.0, **DEFAULTS[args.mode]}.items():
+    for name, value in {"temperature": 0.0, "output": Path(f"results/drafters-{args.mode}.json"), **DEFAULTS[args.mode]}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    print("\n".join(show(run_all(args))))
+    print("\n".join(show(measure(args))))
 
 
 if __name__ == "__main__":

@@ -231,6 +231,8 @@ class Whole(Turns):
 class Sweep:
     """Runs what `results` does not hold yet. `advance(n, what)` is called with the number of runs that are done with or left out."""
 
+    kept: tuple[str, ...] = KEPT   # of a run's summary, in the results
+
     def __init__(
         self, engines: Mapping[str, Engine], options: SweepOptions, results: Results, advance: Callable[[int, str], None]
     ) -> None:
@@ -259,14 +261,14 @@ class Sweep:
                 self._leave_out(cell, len(todo) - done, took)
                 break
             if turns is None:
-                turns = self._turns(cell, prompts, number)
+                turns = self.turns(cell, prompts, number)
             began = time.perf_counter()
             self.results.add(self._round(turns, cell, number))
             took = time.perf_counter() - began
         if turns is not None:
             turns.stop()
 
-    def _turns(self, cell: Cell, prompts: list[list[int]], first_round: int) -> Turns:
+    def turns(self, cell: Cell, prompts: list[list[int]], first_round: int) -> Turns:
         if cell.is_closed:
             return Full(self.engines, cell, prompts, first_round)
         return Whole(self.engines, self._rated(cell, prompts), prompts)
@@ -279,7 +281,7 @@ class Sweep:
             series, before = Series(self.engines[name]), self.engines[name].metrics.snapshot()
             summary = turns.measure(name, number, series.observe).summary()
             found[name] = {
-                "cell": cell.name, "configuration": name, "round": number, **{key: summary[key] for key in KEPT if key in summary},
+                "cell": cell.name, "configuration": name, "round": number, **{key: summary[key] for key in self.kept if key in summary},
                 "series": series.to_json(), "accounts": accounts(before, self.engines[name]),
             }  # fmt: skip
             self.advance(1, f"{cell.name} {name}")
