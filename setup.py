@@ -26,7 +26,9 @@ COMMON = [f"-DINTERFACE={INTERFACE}u", "-O3", "-std=gnu11", "-ffp-contract=fast"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 FLAGS = {
-    "x86_64": {"avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"], "avx512": AVX512, "avx2": AVX2},
+    "x86_64": {
+        "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"], "avx512_vnni": [*AVX512, "-mavx512vnni"], "avx512": AVX512, "avx2": AVX2,
+    },
     "aarch64": {"neon": []},
     "arm64": {"neon": []},
 }

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway import native
 from headway.errors import ModelError, unknown_key
 from headway.models import hub
 from headway.models.config import ModelConfig
@@ -55,11 +56,12 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return DTYPES[dtype]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
-    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+    library = native.library()
+    return torch.bfloat16 if _cpu_has_bf16() or (library is not None and library.linear_panel) else torch.float32
 
 
 def _cpu_has_bf16() -> bool:
-    """Dot products of bf16 in hardware (AVX512-BF16 or AMX); without them bf16 is emulated and slower than float32."""
+    """Dot products of bf16 in hardware (AVX512-BF16 or AMX); without them, and without compiled products, bf16 is slower than float32."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     if capabilities:
         return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))

@@ -23,7 +23,7 @@ from headway.native.interface import checksum
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 LANES = 16
 INTERFACE = checksum()
-VARIANTS = ("avx512_bf16", "avx512", "avx2", "neon")
+VARIANTS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon")
 """Best first."""
 
 
@@ -45,6 +45,8 @@ class Library:
         self._dll.plan.restype = None
         self.bf16_pack: int = self._dll.bf16_pack()
         self.linear_panel: int = self._dll.linear_panel()
+        self.linear_int8 = bool(self._dll.linear_int8())
+        self.linear_expands = bool(self._dll.linear_expands())
         self.tile_rows: int = self._dll.tile_rows()
         self.max_head_dim: int = self._dll.max_head_dim()
         self.max_nodes: int = self._dll.max_nodes()
@@ -101,7 +103,8 @@ def supported_variants() -> tuple[str, ...]:
         return ("neon",)
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
-        return ("avx512_bf16", "avx512", "avx2") if torch.cpu._is_avx512_bf16_supported() else ("avx512", "avx2")
+        more = (("avx512_bf16", torch.cpu._is_avx512_bf16_supported()), ("avx512_vnni", torch.cpu._is_vnni_supported()))
+        return (*(name for name, there in more if there), "avx512", "avx2")
     return ("avx2",) if capability == "AVX2" else ()
 
 

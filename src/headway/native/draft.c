@@ -2,7 +2,7 @@
 // further pass reads the likeliest token of the one before. A pass of a few rows takes a third of a millisecond; Python between its operations took longer.
 #include "stack.h"
 
-#if defined(__AVX512BF16__)
+#if defined(MULTIPLIES)
 
 typedef struct {
     const stack_args *stack;        // of the first pass; x and entered are filled in here

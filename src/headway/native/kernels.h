@@ -4,6 +4,11 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
+// Whether matrix products are worth while: elsewhere the platform's own library knows the CPU better.
+#if defined(__AVX512F__) || defined(__AVX2__)
+#define MULTIPLIES
+#endif
+
 #ifndef INTERFACE
 #error "INTERFACE is the checksum of these sources, which setup.py sets: a library left over from an earlier build is refused instead of misread"
 #endif
@@ -46,7 +51,7 @@ typedef struct {
     const bf16 *x;              // [num_tokens][in], `stride` elements from token to token
     const void *weight;         // packed: bf16, with `scales` int8
     const float *scales;        // [out], or NULL
-    void *scratch;              // with `scales`: num_tokens * (4 + 2 * in) bytes, else NULL
+    void *scratch;              // with `scales`: num_tokens * (4 + 2 * in) bytes; else, where linear_expands(), num_tokens * 4 * in, or NULL
     const bf16 *bias;           // [out], or NULL
     const bf16 *residual;       // [num_tokens][out], or NULL
     bf16 *y;                    // [num_tokens][out], with `gated` [num_tokens][out / 2]

@@ -2,24 +2,46 @@
 //
 // W is packed in panels of PANEL outputs: [out / PANEL][in / 2][PANEL][2], so that one vector holds a pair of inputs of 16 outputs and a task reads one
 // stream. It is bf16, or int8 with one scale per output: half the bytes, and x becomes 16-bit integers, which lose less than bf16 does. While a panel is multiplied, the next one is fetched into the second-level cache, a share of it per group of tokens: reading and arithmetic overlap
-// instead of adding up.
+// instead of adding up. Without dot products of bf16 in hardware, x becomes floats first and each pair of weights two vectors of floats.
 #include "kernels.h"
 #include "parallel.h"
 
 #define PANEL 32
+#if defined(__AVX512F__)
 #define MAX_ROWS 12             // tokens at a time: MAX_ROWS x 2 accumulators in registers
+#else
+#define MAX_ROWS 5              // half a panel at a time: MAX_ROWS x 2 accumulators, of 16 registers
+#endif
 #define FEW_ROWS 5              // so few leave the CPU's own prefetcher ahead of the arithmetic: fetching the next panel as well only disturbs it
 #define WORTH_A_THREAD 16384    // elements
+#define UPPER ((int32_t)0xffff0000)
 
 EXPORT int linear_panel(void) {
-#if defined(__AVX512BF16__)
+#if defined(MULTIPLIES)
     return PANEL;
 #else
     return 0;
 #endif
 }
 
+EXPORT int linear_int8(void) {
+#if defined(__AVX512BW__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Whether bf16 products need `scratch`, too.
+EXPORT int linear_expands(void) {
 #if defined(__AVX512BF16__)
+    return 0;
+#else
+    return 1;
+#endif
+}
+
+#if defined(MULTIPLIES)
 
 INLINE void finish(const linear_args *a, vec first, vec second, int64_t token, int64_t column) {
     if (a->bias) { first += load_bf16(a->bias + column); second += load_bf16(a->bias + column + LANES); }
@@ -33,15 +55,14 @@ INLINE void finish(const linear_args *a, vec first, vec second, int64_t token, i
     store_bf16(a->y + to + LANES, a->residual ? second + load_bf16(a->residual + to + LANES) : second);
 }
 
+// `next`, of which `num_next` units are fetched meanwhile, is the panel to come.
+#if defined(__AVX512F__)
 INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
     const int64_t units = a->in / 2;
-    const uint32_t *x[MAX_ROWS];
     vec acc[MAX_ROWS][2];
-    for (int r = 0; r < rows; r++) {
-        x[r] = (const uint32_t *)(const void *)(a->x + (first + r) * a->stride);
-        acc[r][0] = acc[r][1] = (vec){0};
-    }
-    int64_t u = 0;
+#if defined(__AVX512BF16__)
+    const uint32_t *x[MAX_ROWS];
+    for (int r = 0; r < rows; r++) x[r] = (const uint32_t *)(const void *)(a->x + (first + r) * a->stride);
 #define STEP \
     const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + u * 2 * PANEL), w1 = (__m512bh)_mm512_loadu_si512(panel + u * 2 * PANEL + PANEL); \
     for (int r = 0; r < rows; r++) { \
@@ -49,6 +70,23 @@ INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, 
         acc[r][0] = (vec)_mm512_dpbf16_ps((__m512)acc[r][0], pair, w0); \
         acc[r][1] = (vec)_mm512_dpbf16_ps((__m512)acc[r][1], pair, w1); \
     }
+#else
+    // Each half of a pair is the upper half of a float; x was made floats by `expand`.
+    const float *x[MAX_ROWS];
+    for (int r = 0; r < rows; r++) x[r] = (const float *)a->scratch + (first + r) * a->in;
+#define STEP \
+    const __m512i w0 = _mm512_loadu_si512(panel + u * 2 * PANEL), w1 = _mm512_loadu_si512(panel + u * 2 * PANEL + PANEL); \
+    const vec even0 = (vec)_mm512_slli_epi32(w0, 16), odd0 = (vec)((ivec)w0 & UPPER), even1 = (vec)_mm512_slli_epi32(w1, 16), odd1 = (vec)((ivec)w1 & UPPER); \
+    for (int r = 0; r < rows; r++) { \
+        const float even = x[r][2 * u], odd = x[r][2 * u + 1]; \
+        acc[r][0] += even0 * even; \
+        acc[r][1] += even1 * even; \
+        acc[r][0] += odd0 * odd; \
+        acc[r][1] += odd1 * odd; \
+    }
+#endif
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (vec){0};
+    int64_t u = 0;
     for (; u < num_next; u++) {
         __builtin_prefetch(next + u * 2 * PANEL, 0, 2);
         __builtin_prefetch(next + u * 2 * PANEL + PANEL, 0, 2);
@@ -57,6 +95,61 @@ INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, 
     for (; u < units; u++) { STEP }
 #undef STEP
     for (int r = 0; r < rows; r++) finish(a, acc[r][0], acc[r][1], first + r, column);
+}
+#else
+INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+    const int64_t units = a->in / 2;
+    const __m256i upper = _mm256_set1_epi32(UPPER);
+    const float *x[MAX_ROWS];
+    float sums[MAX_ROWS][PANEL];
+    for (int r = 0; r < rows; r++) x[r] = (const float *)a->scratch + (first + r) * a->in;
+    for (int half = 0; half < 2; half++) {
+        __m256 acc[MAX_ROWS][2];
+        for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+        for (int64_t u = 0; u < units; u++) {
+            const bf16 *at = panel + u * 2 * PANEL + half * PANEL;
+            if (u < num_next) __builtin_prefetch(next + u * 2 * PANEL + half * PANEL, 0, 2);
+            const __m256i w0 = _mm256_loadu_si256((const __m256i *)(const void *)at), w1 = _mm256_loadu_si256((const __m256i *)(const void *)(at + 16));
+            const __m256 even0 = _mm256_castsi256_ps(_mm256_slli_epi32(w0, 16)), odd0 = _mm256_castsi256_ps(_mm256_and_si256(w0, upper));
+            const __m256 even1 = _mm256_castsi256_ps(_mm256_slli_epi32(w1, 16)), odd1 = _mm256_castsi256_ps(_mm256_and_si256(w1, upper));
+            for (int r = 0; r < rows; r++) {
+                const __m256 even = _mm256_broadcast_ss(x[r] + 2 * u), odd = _mm256_broadcast_ss(x[r] + 2 * u + 1);
+                acc[r][0] = _mm256_fmadd_ps(even0, even, acc[r][0]);
+                acc[r][1] = _mm256_fmadd_ps(even1, even, acc[r][1]);
+                acc[r][0] = _mm256_fmadd_ps(odd0, odd, acc[r][0]);
+                acc[r][1] = _mm256_fmadd_ps(odd1, odd, acc[r][1]);
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            _mm256_storeu_ps(sums[r] + half * LANES, acc[r][0]);
+            _mm256_storeu_ps(sums[r] + half * LANES + 8, acc[r][1]);
+        }
+    }
+    for (int r = 0; r < rows; r++) finish(a, load_f32(sums[r]), load_f32(sums[r] + LANES), first + r, column);
+}
+#endif
+
+#if !defined(__AVX512BF16__)
+static void expand(void *context, int64_t token) {
+    const linear_args *a = context;
+    const bf16 *x = a->x + token * a->stride;
+    float *to = (float *)a->scratch + token * a->in;
+    int64_t i = 0;
+    for (; i + LANES <= a->in; i += LANES) store_f32(to + i, load_bf16(x + i));
+    for (; i < a->in; i++) {
+        const uint32_t bits = (uint32_t)x[i].bits << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+#endif
+
+#if defined(__AVX512BW__)
+INLINE ivec add_products(ivec sum, __m512i x, __m512i w) {
+#if defined(__AVX512VNNI__)
+    return (ivec)_mm512_dpwssd_epi32((__m512i)sum, x, w);
+#else
+    return sum + (ivec)_mm512_madd_epi16(x, w);
+#endif
 }
 
 // The same with int8 weights and what quantise made of x: integers, so exact whatever the order, until the two scales are applied.
@@ -78,8 +171,8 @@ INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const int8_
         int32_t bits; \
         memcpy(&bits, x[r] + 4 * u, sizeof bits); \
         const __m512i pair = _mm512_set1_epi32(bits); \
-        acc[r][0] = (ivec)_mm512_dpwssd_epi32((__m512i)acc[r][0], pair, w0); \
-        acc[r][1] = (ivec)_mm512_dpwssd_epi32((__m512i)acc[r][1], pair, w1); \
+        acc[r][0] = add_products(acc[r][0], pair, w0); \
+        acc[r][1] = add_products(acc[r][1], pair, w1); \
     }
     for (; u < num_next; u++) {
         __builtin_prefetch(next + u * 2 * PANEL, 0, 2);
@@ -119,6 +212,8 @@ static void quantise(void *context, int64_t token) {
     }
 }
 
+#endif
+
 // One stream of panels per thread, but several where there are many panels: threads then finish together even if one is held up.
 static int64_t tasks_for(const linear_args *a) {
     const int64_t panels = a->out / PANEL, threads = a->num_threads > 1 ? a->num_threads : 1, tasks = panels > 64 * threads ? 8 * threads : threads;
@@ -136,19 +231,33 @@ INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
             const int64_t from = units * g / groups, share = units * (g + 1) / groups - from;
             const int64_t num_next = size == 2 && a->num_tokens <= FEW_ROWS ? 0 : share;
             const void *fetched = next + from * 2 * PANEL * size;
-#define CASE(R) case R: if (size == 1) multiply_int8(a, (const int8_t *)panel, fetched, num_next, first, p * PANEL, R); \
-                        else multiply(a, (const bf16 *)(const void *)panel, fetched, num_next, first, p * PANEL, R); break;
+#if defined(__AVX512BW__)
+#define CASE(R) case R: if (size == 1) { multiply_int8(a, (const int8_t *)panel, fetched, num_next, first, p * PANEL, R); } \
+                        else { multiply(a, (const bf16 *)(const void *)panel, fetched, num_next, first, p * PANEL, R); } break;
             switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) }
+#else
+#define CASE(R) case R: multiply(a, (const bf16 *)(const void *)panel, fetched, num_next, first, p * PANEL, R); break;
+            switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) }
+#endif
 #undef CASE
         }
     }
 }
 
 static void bf16_task(void *context, int64_t task) { some_panels(context, task, 2); }
+#if defined(__AVX512BW__)
 static void int8_task(void *context, int64_t task) { some_panels(context, task, 1); }
+#endif
 
 EXPORT void linear_bf16(linear_args *a) {
-    if (a->scales) run_parallel(quantise, a, a->num_tokens, a->num_tokens * a->in < WORTH_A_THREAD ? 1 : a->num_threads);
-    run_parallel(a->scales ? int8_task : bf16_task, a, tasks_for(a), a->num_threads);
+    void (*task)(void *, int64_t) = bf16_task, (*prepare)(void *, int64_t) = NULL;
+#if !defined(__AVX512BF16__)
+    prepare = expand;
+#endif
+#if defined(__AVX512BW__)
+    if (a->scales) { prepare = quantise; task = int8_task; }
+#endif
+    if (prepare) run_parallel(prepare, a, a->num_tokens, a->num_tokens * a->in < WORTH_A_THREAD ? 1 : a->num_threads);
+    run_parallel(task, a, tasks_for(a), a->num_threads);
 }
 #endif

@@ -106,7 +106,9 @@ class PackedLinear:
             weight = weight.view(2, -1, LANES, self.size_in).transpose(0, 1).reshape(weight.shape)
             bias = None if bias is None else bias.view(2, -1, LANES).transpose(0, 1).reshape(bias.shape)
         self.scales: Tensor | None = None
+        self._bytes_per_token = 4 * self.size_in if library.linear_expands else 0
         if int8:
+            self._bytes_per_token = 4 + 2 * self.size_in
             largest = weight.float().abs().amax(dim=1)
             self.scales = (largest / 127).contiguous()
             weight = (weight.float() * (127 / largest).nan_to_num(posinf=0.0)[:, None]).round().to(torch.int8)
@@ -138,15 +140,15 @@ class PackedLinear:
         return y
 
     def scratch(self, num_tokens: int) -> Tensor:
-        """Where linear.c puts x [num_tokens, size_in] as integers; empty for bf16."""
-        return torch.empty(num_tokens * (4 + 2 * self.size_in) if self.scales is not None else 0, dtype=torch.uint8)
+        """Where linear.c puts x [num_tokens, size_in] as integers or floats; empty where it multiplies bf16 as it is."""
+        return torch.empty(num_tokens * self._bytes_per_token, dtype=torch.uint8)
 
 
 def can_pack(library: Library, weight: Tensor, int8: bool = False) -> bool:
     """Whether linear.c takes this weight [out, in] on this CPU."""
     panel = library.linear_panel
     return bool(
-        panel and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
+        panel and (library.linear_int8 or not int8) and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
         and weight.shape[0] % (2 * panel) == 0 and weight.shape[1] % (LANES if int8 else 2) == 0 and weight.numel()
     )
 

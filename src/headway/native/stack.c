@@ -1,7 +1,7 @@
 // Decoder layers, one after the other, in one call: what decoder.py does with the kernels one by one, without returning to Python between them.
 #include "stack.h"
 
-#if defined(__AVX512BF16__)
+#if defined(MULTIPLIES)
 
 static void normalise(const stack_args *a, const bf16 *weight) {
     norm_args args = {.x = a->x, .out = a->normed, .weight = weight, .num_tokens = a->num_tokens, .width = a->hidden,
