@@ -21,12 +21,10 @@ import argparse
 import itertools
 import json
 import re
-import signal
 import statistics
 import subprocess
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +65,7 @@ def start(name: str, port: int, options: argparse.Namespace, directory: str) -> 
     else:
         own = ["--kv-cache-memory-bytes", str(options.kv_cache_gib << 30), *(["--spec", "off"] if name.endswith("off") else [])]
         server = Server(name, [str(BIN / "headway"), *common, *own], port, {})
-    server.signal(signal.SIGSTOP)
+    server.sleep()
     return server
 
 
@@ -106,10 +104,8 @@ class Cell:
             "--concurrency", str(self.concurrency), "--num-prompts", str(self.num_prompts), "--output-len", str(self.options.output_len),
             "--warmup", "1",
         ]  # fmt: skip
-        server.signal(signal.SIGCONT)
-        time.sleep(0.5)
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        server.signal(signal.SIGSTOP)
+        with server.awake(settle_s=0.5):
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
         document = json.loads(done.stdout.splitlines()[-1])
         return {key: document[key] for key in KEPT if document.get(key) is not None}
 
@@ -137,6 +133,17 @@ def _spread(values: list[float]) -> list[float]:
     return [round(value, 3) for value in (statistics.median(values), min(values), max(values))]
 
 
+def unusable(cells: list[str], prompt_tokens: int | None) -> str:
+    """What is wrong with --cells; "": nothing."""
+    form = re.compile(r"@?[1-9]\d*" if prompt_tokens else r".+@[1-9]\d*")
+    wrong = [name for name in cells if not form.fullmatch(name)]
+    if not wrong:
+        return ""
+    if prompt_tokens:
+        return f"--cells {' '.join(wrong)}: --prompt-tokens takes the place of a workload; accepted: numbers of requests, as in --cells 1 4"
+    return f"--cells {' '.join(wrong)}; accepted: WORKLOAD@REQUESTS, as in --cells code-edit@4, or numbers of requests with --prompt-tokens"
+
+
 def table(cells: list[dict[str, Any]], key: str) -> str:
     lines = [f"| {key}, Headway / vLLM | " + " | ".join(cell["cell"] for cell in cells) + " |", "|---" * (1 + len(cells)) + "|"]
     for name, found in cells[0]["ratios"].items():
@@ -161,6 +168,8 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.configurations:
         speculation(name)
+    if problem := unusable(options.cells, options.prompt_tokens):
+        parser.error(problem)
     if len({name.partition(":")[0] for name in options.configurations}) < 2:
         parser.error("--configurations needs at least one of headway and one of vllm")
     directory = str(hub.resolve(options.model))

@@ -9,6 +9,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
@@ -31,14 +33,28 @@ class Server:
             time.sleep(0.1)
         self.ready_s = round(time.monotonic() - started, 1)
 
-    def signal(self, number: int) -> None:
-        for pid in _session(self.process.pid):
-            os.kill(pid, number)
+    def sleep(self) -> None:
+        """Stopped (SIGSTOP) until it is measured: an idle vLLM polls."""
+        self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def awake(self, settle_s: float = 0.0) -> Iterator[None]:
+        """It runs inside, after `settle_s` seconds to find itself, and sleeps again behind, whatever happened."""
+        self._signal(signal.SIGCONT)
+        try:
+            time.sleep(settle_s)
+            yield
+        finally:
+            self.sleep()
 
     def stop(self) -> None:
-        self.signal(signal.SIGCONT)
-        self.signal(signal.SIGKILL)
+        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGKILL)
         self.process.wait()
+
+    def _signal(self, number: int) -> None:
+        for pid in _session(self.process.pid):
+            os.kill(pid, number)
 
     def _answers(self) -> bool:
         try:

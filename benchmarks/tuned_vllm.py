@@ -18,7 +18,6 @@ import json
 import signal
 import statistics
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +38,14 @@ def untuned(tuned: dict[str, Any]) -> dict[str, Any]:
     return {**config, "num_speculative_tokens": UNTUNED_K}
 
 
-def measure(
-    servers: list[Server], server: Server, workload: str, concurrency: int, seed: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    for other in servers:
-        if other is not server:
-            other.signal(signal.SIGSTOP)
-    server.signal(signal.SIGCONT)
-    time.sleep(1.0)
+def measure(server: Server, workload: str, concurrency: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     command = [
         str(BIN / "headway"), "bench", "serve", "--base-url", server.url, "--workload", workload, "--concurrency", str(concurrency),
         "--num-prompts", str(max(options.min_prompts, 2 * concurrency)), "--output-len", str(options.output_len), "--seed", str(seed),
         "--warmup", "1",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    with server.awake(settle_s=1.0):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return document
 
@@ -98,7 +91,7 @@ def main() -> None:
                 runs: dict[str, list[dict[str, Any]]] = {name: [] for name in configs}
                 for repeat in range(options.repeats):
                     for server in servers[:: -1 if repeat % 2 else 1]:
-                        runs[server.name].append(measure(servers, server, workload, concurrency, FIRST_SEED + repeat, options))
+                        runs[server.name].append(measure(server, workload, concurrency, FIRST_SEED + repeat, options))
                 cells.append({"workload": workload, "concurrency": concurrency, **summary(runs), "runs": runs})
                 print(json.dumps({key: value for key, value in cells[-1].items() if key != "runs"}), flush=True)
                 ready_s = {server.name: server.ready_s for server in servers}
@@ -115,7 +108,7 @@ def start(name: str, config: dict[str, Any] | None, port: int, options: argparse
     command = [options.vllm, "serve", model, "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64"]
     env = vllm_env(options.vllm, options.kv_cache_gib, all_cores=False)
     server = Server(name, [*command, *speculation, "--port", str(port)], port, env)
-    server.signal(signal.SIGSTOP)
+    server.sleep()
     print(f"{name}: ready after {server.ready_s} s", flush=True)
     return server
 

@@ -80,7 +80,7 @@ def start(name: str, index: int, directory: str, folder: str, options: argparse.
     ]  # fmt: skip
     home = {"HEADWAY_HOME": f"{folder}/{name}", "PYTHONPATH": str(SOURCE)}   # nothing that was learned before
     server = Server(name, command, port, vllm_env(options.vllm, 1, options.vllm_all_cores) | home)
-    server.signal(signal.SIGSTOP)
+    server.sleep()
     print(f"{name}: ready after {server.ready_s} s", flush=True)
     return server
 
@@ -281,18 +281,11 @@ def one_round(
     for server in order if number % 2 == 0 else order[::-1]:
         key = {"workload": workload, "concurrency": concurrency, "round": number, "configuration": server.name}
         if not results.has(**key):
-            found = awake(server, load, prompts, concurrency)
+            with server.awake():
+                found = load.run(server, prompts, concurrency)
             results.add(**key, **found)
             print(f"{workload} x {concurrency}, {server.name}: {found['output_throughput']:.1f} tokens/s", flush=True)
     return results.seconds(workload=workload, concurrency=concurrency, round=number)
-
-
-def awake(server: Server, load: Load, prompts: list[str], concurrency: int) -> dict[str, Any]:
-    server.signal(signal.SIGCONT)
-    try:
-        return load.run(server, prompts, concurrency)
-    finally:
-        server.signal(signal.SIGSTOP)
 
 
 def main() -> None:
@@ -336,7 +329,8 @@ def main() -> None:
             if failed is not None:
                 raise failed
             for server in servers:
-                awake(server, load, texts("mixed", options.warmup, FIRST_SEED - 1), 8)
+                with server.awake():
+                    load.run(server, texts("mixed", options.warmup, FIRST_SEED - 1), 8)
             measure(servers, load, results, ends, options)
         finally:
             load.close()
