@@ -11,7 +11,7 @@ import pytest
 from headway.control.costs import CostModel
 from headway.control.policy import BatchView, DraftView, Policy
 from headway.types import Choice, Feedback
-from headway.vllm.chooser import QUIET, REST, Chooser
+from headway.vllm.chooser import QUIET, REST, SHADOWS, Chooser
 from headway.vllm.counters import Counters
 from headway.vllm.pilot import Pilot
 from headway.vllm.proposer import ScoredDraft
@@ -372,3 +372,41 @@ def test_while_another_batch_is_under_way_the_decision_holds() -> None:
     engine.pilot.before_schedule()
     assert engine.requests["b"].spec_token_ids == [7, 8]
     assert len(policy.views) == 2
+
+
+class Resting(Recorder):
+    """Rests in the steps before `until`."""
+
+    until = 0
+
+    def rests(self, step: int) -> bool:
+        return step < self.until
+
+
+def test_a_policy_that_rests_is_not_asked_and_nothing_is_drafted_for_it() -> None:
+    engine = Engine(policy := Resting())
+    engine.add(request("a", [1, 2, 3], max_tokens=500), request("b", [4, 5], max_tokens=500, headway_enabled="perhaps"))
+    for step in range(12):
+        if step == 4:
+            policy.until, num_asked = policy.views[-1].step + 7, len(policy.views)
+        engine.update(engine.schedule(), {"a": [6], "b": [7]})
+        engine.draft({"a": [6, 7]} if engine.num_to_draft else {})
+    assert [view.step for view in policy.views[num_asked:]] == [policy.views[num_asked - 1].step + 1, *range(policy.until, 13)]
+    counters = engine.counters
+    assert (counters.num_steps, counters.num_sampling_rows, counters.chosen_k.num_values) == (12, 24, 24)
+    assert counters.num_step_tokens == 5 + 2 * 11 + counters.num_verified_drafts
+    assert counters.step_ms == pytest.approx(120.0)
+    assert counters.num_invalid_requests == 1
+    assert counters.num_verified_drafts == sum(feedback.sequences[0].num_drafts for feedback in policy.feedback)
+
+
+def test_a_large_batch_is_compared_in_turns() -> None:
+    engine = Engine(policy := Recorder(verify=0))
+    names = [f"r{i}" for i in range(3 * SHADOWS)]
+    engine.add(*(request(name, [1, 2, 3], max_tokens=500) for name in names))
+    for _ in range(8):
+        engine.update(engine.schedule(), {name: [6] for name in names})
+        engine.draft({name: [9] for name in names})
+    told = [shadow.seq_id for feedback in policy.feedback for shadow in feedback.shadows]
+    assert len(told) <= 8 * SHADOWS
+    assert set(told) == set(range(len(names)))

@@ -83,6 +83,15 @@ class StepCounters:
         self.num_changes = 0
         self._step_errors: deque[float] = deque(maxlen=NUM_ERRORS)
 
+    def observe_plain(self, num_rows: int, num_tokens: int, step_ms: float) -> None:
+        """A step ended that nobody drafted for and no policy was asked about; `num_rows` sequences wrote."""
+        self.num_steps += 1
+        self.num_step_tokens += num_tokens
+        self.verify_ms += step_ms
+        self.step_ms += step_ms
+        self.num_sampling_rows += num_rows
+        self.chosen_k.observe(0, num_rows)
+
     def observe_feedback(self, feedback: Feedback) -> None:
         """A step ended."""
         self.num_steps += 1
@@ -91,14 +100,19 @@ class StepCounters:
         self.verify_ms += feedback.verify_ms
         self.step_ms += feedback.step_ms
         self.num_sampling_rows += len(feedback.sequences)
+        num_plain = 0
         for seq in feedback.sequences:
-            self.chosen_k.observe(seq.k)
+            if seq.k:
+                self.chosen_k.observe(seq.k)
+            else:
+                num_plain += 1
             if seq.drafter != NO_DRAFT:
                 self.num_planned_drafts += seq.k
                 self.num_proposed_drafts += seq.num_proposed
                 self.num_verified_drafts += seq.num_drafts
                 if seq.num_drafts:
                     self.verified[seq.drafter, seq.num_drafts, seq.num_accepted, seq.depth] += 1
+        self.chosen_k.observe(0, num_plain)
         self._observe_policy(feedback)
 
     def _observe_policy(self, feedback: Feedback) -> None:

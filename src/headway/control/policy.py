@@ -106,6 +106,10 @@ class Policy(ABC):
         """Once, before the first step."""
         return
 
+    def rests(self, step: int) -> bool:
+        """Whether it is settled that `plan` asks nobody in this step to come: nobody need draft for it, and `plan` may be left out."""
+        return False
+
     @abstractmethod
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
         """Before drafting: seq_id -> Choice. A sequence left out gets k = 0. Only decoding sequences are honoured."""

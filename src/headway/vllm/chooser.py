@@ -14,7 +14,7 @@ the rule of control/policy.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from headway.types import NO_DRAFT, Choice, Draft, Feedback, SequenceFeedback, S
 PROBE_EVERY = 16     # choices between two requests that are drafted for although speculation is off (place)
 QUIET = 16           # choices in a row without a draft worth verifying, after which drafts are made in one step of REST only (trim)
 REST = 4
+SHADOWS = 16         # drafts compared per step, in turns: a large batch has more evidence than the policy takes
 
 
 @dataclass(slots=True)
@@ -104,10 +105,10 @@ class Chooser:
     @property
     def wants_drafts(self) -> bool:
         """Whether drafts made at the end of this step may be worth their time."""
-        return self._num_quiet < QUIET or self._step % REST == 0
+        return (self._num_quiet < QUIET or self._step % REST == 0) and not self.policy.rests(self._step + 1)
 
     def rest(self) -> None:
-        """A step for which nothing was drafted, and nothing is to be decided: it takes no time, and its outcome is only counted."""
+        """A step for which nothing was drafted, and nothing is to be decided: its outcome is only counted."""
         self._step += 1
 
     def trim(self, sequences: Sequence[SequenceView], drafts: Mapping[int, Draft], load: Load, *, drafted: bool = True) -> Decision:
@@ -127,10 +128,11 @@ class Chooser:
         """What was drafted and will not be verified is compared with what the target writes."""
         if not self._deterministic:
             return
-        for seq_id, draft in drafts.items():
-            length = decision.lengths.get(seq_id, 0)
-            if length < len(draft):
-                self.shadows.add(tracked[seq_id], self.drafter, draft, length)
+        unverified = [seq_id for seq_id, draft in drafts.items() if decision.lengths.get(seq_id, 0) < len(draft)]
+        first = self._step * SHADOWS % max(1, len(unverified))
+        for seq_id in (unverified[first:] + unverified[:first])[:SHADOWS]:
+            self.shadows.compare(tracked[seq_id])   # not done while it rested
+            self.shadows.add(tracked[seq_id], self.drafter, drafts[seq_id], decision.lengths.get(seq_id, 0))
         for seq_id in self.policy.shadow(decision.view):
             if seq_id not in drafts and seq_id in tracked:
                 self.shadows.add(tracked[seq_id], self.drafter, Draft([]), 0)
@@ -175,9 +177,10 @@ class Chooser:
             row.tracked.num_accepted += row.num_accepted
         return feedback
 
-    def compare(self, tracked: Tracked) -> None:
-        """The target wrote tokens of this request."""
-        self.shadows.compare(tracked)
+    def compare(self, tracked: Iterable[Tracked]) -> None:
+        """The target wrote tokens of these requests."""
+        for one in tracked:
+            self.shadows.compare(one)
 
     def forget(self, seq_id: int) -> None:
         self.shadows.stop(seq_id)

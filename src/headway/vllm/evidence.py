@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 from headway.drafters._ngram_index import acceptance
 from headway.drafters.ngram import MEASURED_MATCH
@@ -27,7 +28,7 @@ class History:
     def confidence(self, draft: Sequence[int]) -> list[float] | None:
         """[len(draft)] for a draft that follows the last token; None when it was not copied from here."""
         matched = self._matched(draft)
-        return [acceptance(1, 1, matched + j) for j in range(len(draft))] if matched else None
+        return list(_confidence(matched, len(draft))) if matched else None
 
     def _matched(self, draft: Sequence[int]) -> int:
         """Tokens that agree before the copy and before the draft."""
@@ -47,6 +48,11 @@ class History:
                     matched += 1
                 return matched
         return 0
+
+
+@lru_cache(maxsize=4096)
+def _confidence(matched: int, length: int) -> tuple[float, ...]:
+    return tuple(acceptance(1, 1, matched + j) for j in range(length))
 
 
 def _find(known: bytearray, pattern: bytes) -> int:

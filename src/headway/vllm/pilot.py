@@ -40,6 +40,7 @@ class _Flight:
 
     output: Any
     decision: Decision | None
+    rested: bool = False      # nothing was drafted for it, nothing decided
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class Pilot:
         self._seq_ids = itertools.count()
         self._flights: deque[_Flight] = deque()
         self._decision: Decision | None = None      # for the step about to be scheduled
+        self._rests = False                         # that step
         self._lengths: dict[int, int] = {}          # of the latest decision
         self._outcome: tuple[_Flight, StepOutcome] | None = None
         self._mark: float | None = None             # when the step before ended; None: nothing ran
@@ -80,7 +82,7 @@ class Pilot:
         self.counters.verify_ms -= draft_ms
 
     def before_schedule(self) -> None:
-        scheduler, self._decision = self._scheduler, None
+        scheduler, self._decision, self._rests = self._scheduler, None, False
         if not (scheduler.running or len(scheduler.waiting)):
             self._mark = None
             self._prune()
@@ -88,6 +90,7 @@ class Pilot:
         if self._mark is None:
             self._mark = self._clock()
         if not (self._drafted or self._trace or self._flights or self.chooser.wants_drafts):
+            self._rests = True
             self.chooser.rest()
             return
         running = [(request, self._of(request)) for request in scheduler.running]
@@ -128,7 +131,7 @@ class Pilot:
         if output.total_num_scheduled_tokens > 0:
             if self._mark is None:
                 self._mark = self._clock()
-            self._flights.append(_Flight(output, decided_before or self._decision))
+            self._flights.append(_Flight(output, decided_before or self._decision, self._rests))
 
     def take_decision(self) -> Decision | None:
         """Async: what was placed, to be handed to `after_schedule` of the next step."""
@@ -142,6 +145,9 @@ class Pilot:
             return
         now = self._clock()
         began, self._mark = now if self._mark is None else self._mark, now
+        if flight.rested:
+            self._count(output, model_output, (now - began) * 1e3)
+            return
         rows: list[RowOutcome] = []
         num_prefill = num_context = 0
         invalid = getattr(output, "num_invalid_spec_tokens", None) or {}
@@ -166,16 +172,26 @@ class Pilot:
             tuple(rows), (now - began) * 1e3, output.total_num_scheduled_tokens, num_prefill, num_context, num_rows, waiting
         )
 
+    def _count(self, output: Any, model_output: Any, step_ms: float) -> None:
+        """A step in which Headway rested: counted, and nothing is learned."""
+        requests, known, written = self._scheduler.requests, self._requests, model_output.sampled_token_ids
+        num_rows = 0
+        for req_id, index in model_output.req_id_to_index.items():
+            request = requests.get(req_id)
+            if request is not None and written and written[index] and not request.is_finished():
+                num_rows += 1
+                if req_id not in known:
+                    self._of(request)
+        self.counters.observe_plain(num_rows, output.total_num_scheduled_tokens, step_ms)
+
     def after_output(self) -> None:
-        if self._outcome is None:
-            return
-        (flight, outcome), self._outcome = self._outcome, None
-        for row in outcome.rows:
-            self.chooser.compare(row.tracked)
-        feedback = self.chooser.observe(flight.decision, outcome)
-        self.counters.observe_feedback(feedback)
-        if self._trace and flight.decision:
-            self._trace.write(flight.decision.view, feedback)
+        if self._outcome is not None:
+            (flight, outcome), self._outcome = self._outcome, None
+            self.chooser.compare([row.tracked for row in outcome.rows])
+            feedback = self.chooser.observe(flight.decision, outcome)
+            self.counters.observe_feedback(feedback)
+            if self._trace and flight.decision:
+                self._trace.write(flight.decision.view, feedback)
         self._prune()
         if not (self._scheduler.running or len(self._scheduler.waiting) or self._flights):
             self._mark = None

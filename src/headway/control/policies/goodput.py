@@ -100,6 +100,7 @@ class Goodput(Policy):
         self._wishes: dict[int, Choice] = {}   # shadow drafts of this step
         self._choices: dict[tuple[str, int], Choice] = {}
         self._rests_until = 0                  # step before which nothing is decided
+        self._planned = 0                      # the latest step that was planned
         self._last: dict[int, int] = {}        # seq_id -> index of the drafter it was given last
         self.reason = "nothing seen yet"
         for name, saved in (setup.kept or {}).items():
@@ -112,11 +113,14 @@ class Goodput(Policy):
 
     # -- before drafting ------------------------------------------------------------------------------------------
 
+    def rests(self, step: int) -> bool:
+        return 0 < self._rests_until - step <= REST_STEPS
+
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
         self._step, self._wishes, self.forecast = None, {}, None
-        if 0 < self._rests_until - view.step <= REST_STEPS:
-            return {}
-        decoding = [seq for seq in view.sequences if seq.decoding]
+        self._speedup.observe(1.0, min(float(view.step - self._planned - 1), _SPEEDUP_MEMORY))   # not asked, at rest: plain steps
+        self._planned = view.step
+        decoding = [] if self.rests(view.step) else [seq for seq in view.sequences if seq.decoding]
         if not decoding:
             return {}
         able = [seq for seq in decoding if seq.max_k > 0]
@@ -310,21 +314,17 @@ class Goodput(Policy):
         if num_free <= FEW and self.options.objective == "throughput" and not has_target:
             few_ms = self._costs.curve(work[0], work[1], num_free, work[2], prefill)
             lengths, gained = self._few(free, step, few_ms)
-            total = sum(lengths.values())
-            none_ms, all_ms = few_ms[0], few_ms[total]
+            none_ms, all_ms = few_ms[0], few_ms[total := sum(lengths.values())]
         else:
             many_ms = self._costs.predict(work[0], work[1] + np.arange(num_free + 1), work[2], prefill)
             lengths, gained = self._many(free, step, many_ms, has_target)
-            total = sum(lengths.values())
-            none_ms, all_ms = float(many_ms[0]), float(many_ms[total])
+            none_ms, all_ms = float(many_ms[0]), float(many_ms[total := sum(lengths.values())])
         if total:
             step.verify_ms = (all_ms - none_ms) / total
         asked = list(step.asked.values())
         drafting = sum([self._costs.predict_draft(drafter.name, asked.count(drafter), drafter.depth) for drafter in self._drafters])
         extra = step.plain_ms - step.predicted_ms
-        self.forecast = Forecast(
-            all_ms + extra + drafting, num_rows + gained, step.plain_ms if whole else none_ms + extra
-        )
+        self.forecast = Forecast(all_ms + extra + drafting, num_rows + gained, step.plain_ms if whole else none_ms + extra)
         return lengths
 
     def _few(self, free: list[DraftView], step: _Step, step_ms: list[float]) -> tuple[dict[int, int], float]:
@@ -362,8 +362,8 @@ class Goodput(Policy):
         ran a step ago has left the caches, and the first step costs several times what those behind it cost."""
         step, self._step = self._step, None
         self._unread.append((step, feedback))
-        held = step is None or step.plan is self._held.plan
-        if not held or feedback.shadows or len(self._unread) >= HOLD_STEPS:
+        decided = step is not None and step.plan is not self._held.plan
+        if decided or feedback.shadows or len(self._unread) >= HOLD_STEPS:
             self._read()
 
     def _read(self) -> None:
