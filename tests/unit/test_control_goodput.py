@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.control.costs import CostModel
+from headway.control.costs import CostModel, Work
 from headway.control.policies import goodput
 from headway.control.policies.goodput import Goodput
 from headway.control.policy import BatchView, DrafterView, DraftView, SequenceView, Setup
@@ -202,6 +202,42 @@ def test_copies_that_come_in_bursts_are_caught(num_requests: int) -> None:
     assert result.rate() >= 0.95 * max(run(Fixed(k), world, 1000).rate() for k in (0, 8))
 
 
+# -- first use ---------------------------------------------------------------------------------------------------------
+
+
+def priced(verification: float) -> Callable[[Work], float]:
+    """A token more costs this share of a plain step of one request."""
+    return lambda work: 60.0 * (1.0 + verification * (work.num_tokens - 1))
+
+
+CHEAP_DRAFTS = {"suffix": DrafterCost(0.1, 0.1)}
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize("verification", [0.02, 0.15, 0.9])
+@pytest.mark.parametrize("told", [0.85, 0.29, None])
+def test_a_new_drafter_that_is_useless_loses_little_in_its_first_steps(told: float | None, verification: float, num_requests: int) -> None:
+    """Whatever it says of itself, and whatever verifying costs."""
+    useless = Texture(0.6, 4, 0.05, None if told is None else lambda rate: told)
+    world = World(num_requests, always(useless), priced(verification), drafters=CHEAP_DRAFTS, noise=0.0)
+    plain = num_requests / (60.0 * (1.0 + verification * (num_requests - 1)))
+    assert run(Goodput(), world, 100).rate() >= 0.97 * plain
+
+
+@pytest.mark.parametrize("told", [lambda rate: rate, None])
+def test_a_new_drafter_that_is_right_takes_off_at_once(told: Callable[[float], float] | None) -> None:
+    for verification, least in ((0.02, 4.0), (0.15, 2.2)):
+        world = World(1, always(Texture(rate=0.97, told=told)), priced(verification), drafters=CHEAP_DRAFTS, noise=0.0)
+        result = run(Goodput(), world, 40)
+        assert result.rate(0, 5) >= 1.5 * 1.0 / 60.0
+        assert result.rate() >= least / 60.0
+
+
+def test_a_dear_new_drafter_is_tried_within_its_credit() -> None:
+    world = World(1, always(Texture(rate=0.05)), priced(0.15), drafters={"suffix": DrafterCost(2.0, 0.0, 6.0)}, noise=0.0)
+    assert run(Goodput(), world, 200).rate() >= 0.96 / 60.0
+
+
 # -- several drafters ---------------------------------------------------------------------------------------------------
 
 
@@ -245,12 +281,12 @@ def bursts(length: int) -> Textures:
 
 def test_a_dear_drafter_beside_a_cheap_one_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def reached(drafters: Mapping[str, DrafterCost]) -> float:
-        return sum(run(Goodput(), World(1, bursts(40), drafters=drafters, seed=seed), 800).rate(100) for seed in (1, 2, 3))
+        return sum(run(Goodput(), World(1, bursts(40), drafters=drafters, seed=seed), 800).rate(100) for seed in range(1, 7))
 
     both, alone = reached({"eagle": EAGLE, **SUFFIX}), reached(SUFFIX)
     assert both >= 0.975 * alone
     monkeypatch.setattr(goodput, "NEXT_TO_NOTHING", 0.0)
-    assert reached({"eagle": EAGLE, **SUFFIX}) < both
+    assert reached({"eagle": EAGLE, **SUFFIX}) <= 1.01 * both   # looking on is no loss
 
 
 def test_a_cheap_drafter_looks_on_only_where_a_dear_one_is_asked() -> None:

@@ -12,13 +12,16 @@ from headway.control.acceptance import Acceptance
 from headway.control.costs import CostModel
 from headway.control.guard import Account, Mean
 from headway.control.policy import DrafterView, DraftView
+from headway.control.trial import Trial, most_valuable
 from headway.control.worth import Worth
-from headway.types import SequenceFeedback, ShadowFeedback, depths_of
+from headway.types import Feedback, SequenceFeedback, ShadowFeedback, depths_of
 
 FloatArray = NDArray[np.float64]
 
 FIRST_ASKS = 32          # asks of a new drafter, half of them in one step, before a whole large batch asks it
 KNOWN_ASKS = 16          # of one that was known in an earlier run
+_FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
+_FIRST_TIMES = 4         # that its drafting was timed, after which its price is known well enough not to vary them for it
 FOUND_ASKS = 16          # of a request, after a probe that found something, that count as what the probe brought
 _MOST_SAVED = 10.0       # plain steps' time that can be saved up for probes that way
 _LONGEST_REST = 8        # steps between two decisions that count as time to earn probes
@@ -37,6 +40,7 @@ class Candidate:
         self.name, self.deterministic, self.sunk, self.max_k = view.name, view.deterministic, view.sunk, max_k
         self.worth = Worth()
         self.account = Account()
+        self.trial = Trial()
         self.sighted = Acceptance(max_k)     # of drafts that were made, by their confidence
         self.blind = Acceptance(max_k)       # of drafts to be made
         self.blind_used = False
@@ -65,6 +69,31 @@ class Candidate:
     def was_known(self) -> bool:
         """In an earlier run."""
         return self.first_asks == KNOWN_ASKS
+
+    # -- on trial -------------------------------------------------------------------------------------------------
+
+    @property
+    def first_depth(self) -> int | None:
+        """How many drafts to ask for while it is not known what depth costs: that shows only when it varies."""
+        times = self._costs.num_drafted(self.name)
+        if not self.is_new or self.was_known or (self._costs.is_known and (self.sunk or times >= _FIRST_TIMES)):
+            return None
+        return min(self.max_k, _FIRST_DEPTHS[times % len(_FIRST_DEPTHS)])
+
+    def allowed(
+        self, values: Sequence[Sequence[float]], wanted: Sequence[int], step_ms: Sequence[float], plain_ms: float
+    ) -> list[int]:
+        """[n] how many of the `wanted` tokens of each of its drafts may be verified while it is new."""
+        if not self._costs.is_known:   # what verification costs shows by verifying
+            return [max(1, length) for length in wanted]
+        return most_valuable(values, wanted, self.trial.num_covered(step_ms, plain_ms))
+
+    def book(self, feedback: Feedback, verified: Sequence[SequenceFeedback], verify_ms: float, plain_ms: float) -> None:
+        """What it has brought and cost in a step while it is new; a verified token costs `verify_ms`."""
+        drafting = sum([part.draft_ms for part in feedback.drafters if part.drafter == self.name])
+        spent = drafting + verify_ms * sum([seq.num_drafts for seq in verified])
+        saved = sum([seq.num_accepted for seq in verified]) / max(1, len(feedback.sequences))
+        self.trial.book(saved, spent / plain_ms, feedback.step)
 
     # -- prices ---------------------------------------------------------------------------------------------------
 
@@ -194,6 +223,21 @@ class Candidate:
         self.blind.load(saved["blind"])
         self.worth.pool, self.depth, self.first_asks = worth, depth, KNOWN_ASKS
         self._judged.num_taught = self._blindly_judged.num_taught = _YOUNG
+
+
+def on_trial(
+    drafters: Sequence[Candidate], drafts: Sequence[DraftView], values: Sequence[Sequence[float]], lengths: list[int],
+    step_ms: Sequence[float], plain_ms: float, price: float,
+) -> None:
+    """Cuts `lengths`, what is to be verified of each draft, to what drafters that are new may have verified. A draft of which nothing is
+    left tells what asking is worth by what the target writes; `price`: tokens that verifying one costs."""
+    for drafter in drafters:
+        mine = [i for i, draft in enumerate(drafts) if draft.drafter == drafter.name] if drafter.is_new else []
+        allowed = drafter.allowed([values[i] for i in mine], [lengths[i] for i in mine], step_ms, plain_ms)
+        for i, length in zip(mine, allowed, strict=True):
+            if length == 0 < lengths[i]:
+                drafter.watched[drafts[i].seq_id] = price
+            lengths[i] = length
 
 
 def judged_nodes(seq: SequenceFeedback) -> list[tuple[int, bool, float]]:

@@ -46,6 +46,7 @@ _FADE = 300.0           # steps without a visit until what a cell remembers coun
 _PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
 _HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
 _MAX_CELLS = 320
+_FEW = 8                # live steps that tell roughly what steps cost
 _WELL_KNOWN = 256       # observations after which only one step in
 _SELDOM = 3             # is learned from: learning has its price
 _YOUNG = 6.0            # observations up to which every step of a cell is
@@ -143,6 +144,15 @@ class CostModel:
     @property
     def num_observed(self) -> int:
         return self._target.num_observed
+
+    @property
+    def is_known(self) -> bool:
+        """Measured by a profile or an earlier run, or in a few live steps."""
+        return self._target.is_trusted or self._target.num_observed >= _FEW
+
+    def num_drafted(self, drafter: str) -> int:
+        """How often the time of this drafter was observed."""
+        return self._drafters[drafter].num_observed if drafter in self._drafters else 0
 
     @property
     def speed(self) -> float:
@@ -243,7 +253,7 @@ class _Fit:
         self._num_recent = 0
         self._next_refit = 2
         self._num_surprises = 0     # since it was refitted
-        self._trusted = False
+        self.is_trusted = False
         self._typical = 0.3         # log error that is nothing special
         self._outliers: list[float] = []   # log errors of the latest steps, as long as each is one
         self._support: FloatArray = np.full(smooth.shape[1], 1.0 / smooth.shape[1])   # of the smooth curve
@@ -273,7 +283,7 @@ class _Fit:
         self.num_observed += 1
         bound = 3.0 * self._typical
         # While little is known, an error says something about the curve, not about the machine.
-        known = 1.0 if self._trusted else min(1.0, self.num_observed / _FIRST_REFIT)
+        known = 1.0 if self.is_trusted else min(1.0, self.num_observed / _FIRST_REFIT)
         self.speed *= math.exp(known * _TRACK * min(bound, max(-bound, log_error)))
         # Only a pause makes a single step an outlier: nothing makes one too fast.
         if log_error > max(0.7, 2.0 * bound):
@@ -317,7 +327,7 @@ class _Fit:
 
     def trust(self) -> None:
         """What is in the cells is worth something already: live steps correct it now and then, not every other step."""
-        self._trusted = True
+        self.is_trusted = True
         self._next_refit = max(self._next_refit, self.num_observed + _FIRST_REFIT)
 
     def refit(self) -> None:

@@ -14,7 +14,7 @@ control/policy.py demands. Drafts that are a function of the prefix are trimmed 
 
 Exploration is paid from a bucket per drafter, together PROBE_SHARE of the time: requests it does not seem to pay for are
 tried again, all at once; where another drafter is at work, with a shadow draft that is not verified. What probes lead to is put back
-into the bucket, so that bursts of copied text pay for finding the next one.
+into the bucket, so that bursts of copied text pay for finding the next one. What a new drafter may lose: control/trial.py.
 
 What is decided before drafting holds for HOLD_STEPS while the batch stays the same, and when nobody is worth asking nothing is decided
 for REST_STEPS. The policy's own time has a price, too: when all that asking would gain is less than that, nobody is asked. What is
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from headway.config import option
 from headway.control.allocation import FEW, allocate, allocate_few
-from headway.control.candidate import FOUND_ASKS, Candidate, some
+from headway.control.candidate import FOUND_ASKS, Candidate, on_trial, some
 from headway.control.costs import Work
 from headway.control.depth import choose_depth
 from headway.control.guard import Mean, Plain
@@ -57,8 +57,6 @@ STAY = 0.1               # bonus of the drafter a request has, as a share of wha
 NEXT_TO_NOTHING = 0.05   # tokens: a drafter whose draft costs no more looks on while another one is asked
 STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
 RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before a drafter is switched on again
-_FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
-_FIRST_STEPS = 8         # after which the price of verification is known well enough not to vary them for it
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _NUM_SHADOWS = 8         # shadow drafts before it is judged whether a drafter comes back
 _SPEEDUP_MEMORY = 100.0  # steps
@@ -267,9 +265,8 @@ class Goodput(Policy):
         longest, num_rows = drafter.max_k, len(sequences)
         steep = drafter.rise(num_rows) > STEEP * step.plain_ms
         drafter.blind_used = steep or not (drafter.deterministic or all(seq.greedy for seq in sequences))
-        if drafter.is_new and not drafter.was_known and not (drafter.sunk and self._costs.num_observed >= _FIRST_STEPS):
-            # What depth costs, to draft and to verify, shows only when it varies.
-            return [min(longest, _FIRST_DEPTHS[step.number % len(_FIRST_DEPTHS)])] * num_rows
+        if (first := drafter.first_depth) is not None:
+            return [first] * num_rows
         if not drafter.blind_used:
             drafter.depth = longest
             return [longest] * num_rows
@@ -331,9 +328,7 @@ class Goodput(Policy):
         """(seq_id -> drafts to verify, tokens expected of them)"""
         values = [self._by_name[draft.drafter].reach(draft) for draft in free]
         chosen = allocate_few(values, step_ms, step.rate)
-        for i, draft in enumerate(free):
-            if chosen[i] == 0 and self._by_name[draft.drafter].is_new:
-                chosen[i] = 1   # what confidence is worth, and what verification costs, shows by verifying
+        on_trial(self._drafters, free, values, chosen, step_ms, step.plain_ms, step.rate * step.verify_ms)
         gained = sum([sum(line[:length]) for line, length in zip(values, chosen, strict=True)])
         return {draft.seq_id: length for draft, length in zip(free, chosen, strict=True)}, gained
 
@@ -349,11 +344,13 @@ class Goodput(Policy):
         step_ms = curve + (step.plain_ms - step.predicted_ms)
         slo = np.array([self._target(seq) for seq in step.sequences]) if has_target else None
         lengths = allocate(values, step_ms, rate=step.rate, latency=self.options.objective == "latency", slo_ms=slo)
-        first = [rows[draft.seq_id] for draft in free if self._by_name[draft.drafter].is_new]
-        lengths[first] = np.maximum(lengths[first], 1)
+        places = [rows[draft.seq_id] for draft in free]
+        found = lengths[places].tolist()
+        if any(drafter.is_new for drafter in self._drafters):
+            on_trial(self._drafters, free, values[places].tolist(), found, curve.tolist(), step.plain_ms, step.rate * step.verify_ms)
+            lengths[places] = found
         gained = float(values[np.arange(values.shape[1]) < lengths[:, None]].sum())
-        found = lengths.tolist()
-        return {draft.seq_id: found[rows[draft.seq_id]] for draft in free}, gained
+        return dict(zip([draft.seq_id for draft in free], found, strict=True)), gained
 
     # -- after the step -------------------------------------------------------------------------------------------
 
@@ -439,11 +436,15 @@ class Goodput(Policy):
                     if another and gain > own.mean:
                         own.mean, self._held.until = gain, 0
             if step is not None:
+                if drafter.is_new:
+                    drafter.book(feedback, verified.get(drafter.name, ()), step.verify_ms, step.plain_ms)
                 self._tell(drafter, step)
         if step is not None and step.asked:
             price = step.rate * step.verify_ms
             for seq in some(feedback.sequences, feedback.step):
                 if (candidate := step.asked.get(seq.seq_id)) is not None and seq.seq_id not in step.hurried:
+                    if seq.num_proposed and not seq.num_drafts and seq.seq_id in candidate.watched:
+                        continue
                     gain, probed = seq.num_accepted - price * seq.num_drafts, seq.seq_id not in self._held.asked
                     candidate.worth.learn(seq.seq_id, gain, probed=probed)
                     own = candidate.worth.of(seq.seq_id)
