@@ -56,6 +56,7 @@ class World:
     later: tuple[int, Callable[[Work], float]] | None = None   # from this step on another cost
     drafters: Mapping[str, DrafterCost] = field(default_factory=lambda: {"suffix": DrafterCost()})
     deterministic: bool = True
+    copying: tuple[str, ...] = ()   # drafters that are deterministic whatever the others are
     sunk: bool = False
     greedy: bool = True
     noise: float = 0.04
@@ -88,7 +89,8 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
     if profiled:
         costs.learn(profile(world, random))
     names = tuple(world.drafters)
-    policy.start(Setup(tuple(DrafterView(name, world.deterministic, world.sunk) for name in names), world.max_k, costs))
+    views = tuple(DrafterView(name, world.deterministic or name in world.copying, world.sunk) for name in names)
+    policy.start(Setup(views, world.max_k, costs))
     n = world.num_requests
     context = np.full(n, 300)
     per_step, per_request = np.zeros((2, steps), int), np.zeros((2, steps, n), int)
@@ -103,8 +105,28 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
         )  # fmt: skip
         wishes, shadow_wishes = policy.plan(view), policy.shadow(view)
         drafting, drafts, shadows, draft_ms = [], {}, [], 0.0
+        looked: dict[int, list[tuple[str, int, int, int, tuple[float, ...] | None]]] = {}
+        settled: set[int] = set()
         for name, price in world.drafters.items():
-            mine = {i: c.k for i, c in wishes.items() if c.drafter == name and c.k > 0}
+            ks = {i: look.k for i, c in wishes.items() for look in c.first if look.drafter == name}
+            if ks:
+                took = price.fixed + price.each * len(ks) + price.step * max(ks.values())
+                draft_ms += took
+                drafting.append(DrafterFeedback(name, len(ks), max(ks.values()), 0, 0, world.clock(step, took)))
+                for i, k in ks.items():
+                    looked.setdefault(i, []).append((name, k, *_draft(world, random, step, i, name, k)))
+        if looked:
+            found = [DraftView(i, name, length, True, told) for i, each in looked.items() for name, _, length, _, told in each if length]
+            taken = policy.take(found, view)
+            for i, each in looked.items():
+                for name, _, length, right, told in each:
+                    if taken.get(i) == name:
+                        settled.add(i)
+                        drafts[i] = name, length, right, told
+                    elif length:
+                        shadows.append(ShadowFeedback(i, name, 0, length, right, told))
+        for name, price in world.drafters.items():
+            mine = {i: c.k for i, c in wishes.items() if c.drafter == name and c.k > 0 and i not in settled}
             watched = {i: c.k for i, c in shadow_wishes.items() if c.drafter == name and i not in mine}
             if not (mine or watched):
                 continue
@@ -118,18 +140,17 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
             for i, k in watched.items():
                 length, right, told = _draft(world, random, step, i, name, k)
                 shadows.append(ShadowFeedback(i, name, 0, length, min(right, length), told))
-        views = [
-            DraftView(i, name, length, world.deterministic or world.greedy, told) for i, (name, length, _, told) in drafts.items() if length
-        ]
+        free = {i for i in range(n) if world.deterministic or world.greedy or i in settled or drafts.get(i, ("",))[0] in world.copying}
+        views = [DraftView(i, name, length, i in free, told) for i, (name, length, _, told) in drafts.items() if length]
         lengths = {view.seq_id: view.length for view in views} | dict(policy.select(views, view))
         sequences = []
         for i in range(n):
             name, length, right, told = drafts.get(i, (NO_DRAFT, 0, 0, None))
             verified = min(length, lengths.get(i, length))
             accepted = min(right, verified)
-            if accepted == verified < length and world.deterministic:
+            if accepted == verified < length and (world.deterministic or name in world.copying):
                 shadows.append(ShadowFeedback(i, name, verified, length, min(right, length) - verified, told))
-            k = wishes[i].k if i in wishes else 0
+            k = world.max_k if i in settled else wishes[i].k if i in wishes else 0
             sure = told[:verified] if told else None
             if world.breadth > 1 and verified:
                 nodes = verified * world.breadth

@@ -243,10 +243,15 @@ class SpecDecodeMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A policy's wish for one sequence in one step: `drafter` proposes at most `k` tokens."""
+    """A policy's wish for one sequence in one step: `drafter` proposes at most `k` tokens.
+
+    first  drafters that are looked at before: where the policy takes one of their drafts (`Policy.take`), `drafter` is not asked. Their
+           drafts must be a function of the prefix
+    """
 
     drafter: str
     k: int
+    first: tuple[Choice, ...] = ()
 
 
 @dataclass(slots=True)
@@ -257,6 +262,7 @@ class Row:
     ends at the last known token (`samples`) yields at least one new token. Only such a row may have k > 0.
 
     room    draft tokens there is room for: k for a chain; of a tree k is the depth, and `room` >= k bounds its nodes
+    first   drafters to look at before `drafter` is asked, as in `Choice`; each `k` <= `room`
     """
 
     seq: Sequence
@@ -265,6 +271,7 @@ class Row:
     k: int = 0
     drafter: str = NO_DRAFT
     room: int = 0
+    first: tuple[Choice, ...] = ()
 
     @property
     def samples(self) -> bool:

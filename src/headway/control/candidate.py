@@ -31,6 +31,7 @@ _ENOUGH_JUDGED = 128     # and later: learning has its price by the call
 _MOST = 24               # drafts, or asks, that are learned from in a step
 _LONGEST_WAIT = 16       # steps
 _BREADTH_MEMORY = 100.0  # drafts
+_REACHED_MEMORY = 100.0  # steps
 _YOUNG = 200             # judged tokens up to which it knows little
 _NAN = float("nan")
 
@@ -46,6 +47,7 @@ class Candidate:
         self.blind_used = False
         self.depth = min(2, max_k)           # that was found worth asking for last
         self.breadth = Mean(_BREADTH_MEMORY, 1.0)   # draft tokens verified for each position: more than one in a tree
+        self.reached = Mean(_REACHED_MEMORY, 1.0, 1.0)   # share of the requests it is to draft for that cheaper drafters leave to it
         self.first_asks = FIRST_ASKS
         self.watched: dict[int, float] = {}  # shadow drafts under way: seq_id -> tokens a verified token would cost
         self.share = 0.0                     # of the sequences, that it is asked for
@@ -105,6 +107,11 @@ class Candidate:
             woken = self._costs.predict_draft(self.name, 1, self.depth, 256)
             self._prices = (max(0.0, 2.0 * one - two), max(0.0, two - one), max(0.0, woken - one) / 256.0)
         return self._prices
+
+    @property
+    def is_priced(self) -> bool:
+        """Its price has been measured."""
+        return self._costs.predict_draft(self.name, 1, 1) > 0.0
 
     def rise(self, num_rows: int) -> float:
         """Milliseconds that drafting to the end costs more than one draft."""

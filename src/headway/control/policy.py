@@ -5,8 +5,9 @@ A policy wishes, the scheduler clamps. It sees numbers only: no tensors, no bloc
 Losslessness is part of the contract. When drafts are sampled, whether draft position j is verified may depend on the
 prefix before j, on prefix-only functions of the draft distribution at j (`confidence`), and on statistics fixed before
 the token at j was drawn; never on the token drawn at j or its probability. Deterministic drafts and greedy requests
-are free of this. `DraftView` carries nothing that could break the rule, and tests/unit/test_anticipation.py shows what
-happens to the output distribution when a drafter smuggles it in.
+are free of this. Whether a drafter that samples is asked at all may depend on deterministic drafts of others (`take`):
+they are functions of the prefix, and nothing was drawn yet. `DraftView` carries nothing that could break the rule, and
+tests/unit/test_anticipation.py shows what happens to the output distribution when a drafter smuggles it in.
 """
 
 from __future__ import annotations
@@ -120,6 +121,16 @@ class Policy(ABC):
         For sequences that the plan leaves to another drafter, or to none. Its price is the drafting.
         """
         return {}
+
+    def take(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, str]:
+        """After the drafters in `Choice.first` were looked at, before any other is asked: seq_id -> which of them drafts for this sequence.
+
+        A sequence left out goes on to the drafter of its `Choice`. One that is not stays with the draft taken, also when that is empty:
+        then nobody drafts for it in this step.
+
+        drafts  those that were found and are not empty; several of one sequence in the user's order of preference
+        """
+        return {draft.seq_id: draft.drafter for draft in reversed(drafts)}
 
     def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
         """While drafting: which of these sequences should go on behind `position` (0-based)?

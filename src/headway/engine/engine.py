@@ -20,10 +20,10 @@ from torch import Tensor
 
 from headway import __version__
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.control.policy import BatchView, DraftView, Policy
+from headway.control.policy import BatchView, Policy
 from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
-from headway.drafters.drafter import Committed, Drafter, DraftRequest, Target, keep_all
+from headway.drafters.drafter import Committed, Drafter, Target
 from headway.engine import admission, prompt_logprobs
 from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
 from headway.engine.experience import Experience
@@ -31,6 +31,7 @@ from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
 from headway.engine.metrics import EngineMetrics
 from headway.engine.outputs import TextOutput
+from headway.engine.proposing import Proposed, Proposer, view_of
 from headway.engine.runner import ForwardOutput, Runner
 from headway.engine.scheduler import Scheduler
 from headway.engine.tokenizer import Tokenizer
@@ -41,7 +42,6 @@ from headway.models.loader import load_model
 from headway.types import (
     Choice,
     Draft,
-    DrafterFeedback,
     Feedback,
     OutputDelta,
     Request,
@@ -118,6 +118,7 @@ class Engine:
         for drafter in self.drafters.values():
             drafter.load(Target(self.model, self.runner.cache, pool.generations, self.max_model_len, sampler))
         self._shadows = Shadows()
+        self.proposer = Proposer(self.drafters, self.scheduler, self._shadows)
         self._observe_s = 0.0   # the policy's time after the step before
         self._experience.keep()
         self.policy: Policy | None = self._experience.start(self, speculative) if speculative else None
@@ -173,8 +174,9 @@ class Engine:
             return []
         clock.scheduled = time.perf_counter()
         self.scheduler.reserve(plan.rows)
-        proposed, drafting = self._propose(plan.rows, shadow_wishes)
-        drafts = self._select(plan.rows, proposed, view, clock)
+        proposed = self.proposer.propose(plan.rows, self.policy, view, shadow_wishes)
+        clock.deciding += proposed.deciding_s
+        drafts = self._select(plan.rows, proposed.drafts, view, clock)
         clock.drafted = time.perf_counter()
         out = self.runner.forward(plan.rows, drafts)
         verdicts = self._verify(out, plan.rows, drafts)
@@ -182,7 +184,7 @@ class Engine:
         prefill = sum(row.length for row in plan.rows if not row.seq.is_decoding)
         context = sum(row.start + row.length for row in plan.rows)
         deltas = self._commit(out, plan.rows, drafts, verdicts)
-        feedback = self._feedback(plan, proposed, drafts, verdicts, drafting, clock, out.num_tokens, prefill, context)
+        feedback = self._feedback(plan, proposed, drafts, verdicts, clock, out.num_tokens, prefill, context)
         if self.policy:
             began = time.perf_counter()
             self.policy.observe(feedback)
@@ -207,59 +209,9 @@ class Engine:
         clock.deciding += time.perf_counter() - began
         return wishes, shadow_wishes
 
-    def _propose(
-        self, rows: SequenceOf[Row], shadow_wishes: Mapping[int, Choice]
-    ) -> tuple[list[Draft | None], tuple[DrafterFeedback, ...]]:
-        """Each drafter gets its rows in one batch; no drafter runs when every k is 0."""
-        drafts: list[Draft | None] = [None] * len(rows)
-        drafting: list[DrafterFeedback] = []
-        for name, drafter in self.drafters.items():
-            assert self.policy is not None
-            mine = [i for i, row in enumerate(rows) if row.k > 0 and row.drafter == name]
-            shadowed = self._shadowed(rows, name, shadow_wishes)
-            if not (mine or shadowed):
-                continue
-            began = time.perf_counter()
-            requests = [_draft_request(rows[i].seq, rows[i].k, rows[i].room) for i in mine]
-            made = drafter.propose(requests, self.policy.keep) if mine else []
-            for i, request, draft in zip(mine, requests, made, strict=True):
-                drafts[i] = draft.truncated(request.k if draft.parents is None else request.room) if draft.tokens else None
-            unseen = sum(self._shadows.catch_up(name, request.seq_id, len(request.token_ids)) for request in requests)
-            if shadowed:
-                for seq, k in shadowed:
-                    self.scheduler.lend(seq, k)
-                requests = [_draft_request(seq, k, max(k, drafter.tree_size)) for seq, k in shadowed]
-                unseen += sum(self._shadows.catch_up(name, request.seq_id, len(request.token_ids)) for request in requests)
-                made = drafter.propose(requests, keep_all)
-                for (seq, k), draft in zip(shadowed, made, strict=True):
-                    self._shadows.add(seq, name, draft.spine().truncated(k), 0)
-            drafting.append(DrafterFeedback(
-                name, len(mine) + len(shadowed), max([rows[i].k for i in mine] + [k for _, k in shadowed]), unseen,
-                sum(len(drafts[i] or ()) for i in mine), (time.perf_counter() - began) * 1e3,
-            ))  # fmt: skip
-        return drafts, tuple(drafting)
-
-    def _shadowed(self, rows: SequenceOf[Row], name: str, wishes: Mapping[int, Choice]) -> list[tuple[Sequence, int]]:
-        """Decoding sequences for which the drafter `name` drafts without being verified."""
-        if not wishes:
-            return []
-        return [
-            (row.seq, wish.k)
-            for row in rows
-            if row.seq.is_decoding and (wish := wishes.get(row.seq.seq_id)) is not None and wish.drafter == name and wish.k > 0
-            if not (row.k > 0 and row.drafter == name) and not self._shadows.waits(row.seq.seq_id, name)
-        ]
-
     def _select(self, rows: SequenceOf[Row], drafts: list[Draft | None], view: BatchView, clock: _Clock) -> list[Draft | None]:
         """The policy's batch-wide trim to what is worth verifying; what it trims is shadowed."""
-        views = [
-            DraftView(
-                row.seq.seq_id, row.drafter, len(draft), draft.probs is None, tuple(draft.confidence) if draft.confidence else None,
-                draft.parents,
-            )
-            for row, draft in zip(rows, drafts, strict=True)
-            if draft is not None
-        ]
+        views = [view_of(row, row.drafter, draft) for row, draft in zip(rows, drafts, strict=True) if draft is not None]
         if not views or self.policy is None:
             return drafts
         began = time.perf_counter()
@@ -351,10 +303,9 @@ class Engine:
     def _feedback(
         self,
         plan: StepPlan,
-        proposed: SequenceOf[Draft | None],
+        proposed: Proposed,
         drafts: SequenceOf[Draft | None],
         verdicts: SequenceOf[Verdict | None],
-        drafting: tuple[DrafterFeedback, ...],
         clock: _Clock,
         num_tokens: int,
         num_prefill_tokens: int,
@@ -375,7 +326,7 @@ class Engine:
                     draft.parents if draft else None,
                     verdict.path,
                 )
-                for row, before, draft, verdict in zip(plan.rows, proposed, drafts, verdicts, strict=True)
+                for row, before, draft, verdict in zip(plan.rows, proposed.drafts, drafts, verdicts, strict=True)
                 if verdict is not None
             ),
             num_prefill_tokens=num_prefill_tokens,
@@ -387,7 +338,7 @@ class Engine:
             num_rows=len(plan.rows),
             num_waiting=plan.num_waiting,
             policy_ms=(clock.deciding + self._observe_s) * 1e3,
-            drafters=drafting,
+            drafters=tuple(proposed.drafting),
             shadows=self._shadows.resolved(),
             forecast=self.policy.forecast if self.policy else None,
             reason=self.policy.reason if self.policy else "",
@@ -431,10 +382,6 @@ class Engine:
         pool = self.scheduler.pool
         self.metrics.observe_load(len(self.scheduler.running), len(self.scheduler.waiting), pool.usage)
         self.metrics.observe_prefix_cache(pool.num_queried_tokens, pool.num_hit_tokens)
-
-
-def _draft_request(seq: Sequence, k: int, room: int) -> DraftRequest:
-    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table, room=room)
 
 
 def _committed(row: Row, num_new: int, accepted: SequenceOf[int], offset: int, layers: SequenceOf[Tensor]) -> Committed:

@@ -112,7 +112,7 @@ class Scheduler:
     def reserve(self, rows: SequenceOf[Row]) -> None:
         """Blocks for the drafts to come. `schedule` promised them, so they are there; `commit` takes back what was not accepted."""
         for row in rows:
-            if row.k > 0:
+            if row.room > 0:
                 self._extend(row.seq, row.start + row.length + row.room)
 
     def lend(self, seq: Sequence, num_drafts: int) -> None:
@@ -212,10 +212,13 @@ class Scheduler:
         wanted: dict[int, tuple[int, int]] = {}   # seq_id -> (k, draft tokens in all)
         for seq_id, choice in wishes.items():
             row = rows.get(seq_id)
-            if row is not None and row.seq.is_decoding and choice.k > 0 and choice.drafter in self.drafters:
-                k = min(choice.k, self._k_allowed(row.seq))
+            if row is not None and row.seq.is_decoding and (choice.k > 0 or choice.first):
+                asked = [each for each in (choice, *choice.first) if each.k > 0 and each.drafter in self.drafters]
+                allowed = self._k_allowed(row.seq)
+                k = min(choice.k, allowed) if choice in asked else 0
                 # A tree has its size at full depth, and as many nodes per level when it is less deep: so k has a price there, too.
-                wanted[seq_id] = k, max(k, -(-self.tree_sizes.get(choice.drafter, 0) * k // self.max_k))
+                sizes = [(min(each.k, allowed), self.tree_sizes.get(each.drafter, 0)) for each in asked]
+                wanted[seq_id] = k, max([max(depth, -(-size * depth // self.max_k)) for depth, size in sizes], default=0)
         cap = _fair_cap([tokens for _, tokens in wanted.values()], self.token_budget)
         promised = 0
         for seq_id, (k, tokens) in wanted.items():
@@ -225,7 +228,16 @@ class Scheduler:
             row.room = max(0, min(tokens, cap, room))
             row.k = min(k, row.room)
             row.drafter = wishes[seq_id].drafter if row.k else NO_DRAFT
+            if wishes[seq_id].first and row.room:
+                row.first = self._first(wishes[seq_id], min(row.room, self._k_allowed(row.seq)))
             promised += self.pool.blocks_for(end + row.room) - held
+
+    def _first(self, choice: Choice, most: int) -> tuple[Choice, ...]:
+        """Who is looked at first, for at most `most` tokens each."""
+        return tuple([
+            look if look.k <= most else Choice(look.drafter, most)
+            for look in choice.first if look.k > 0 and look.drafter in self.drafters and look.drafter != choice.drafter
+        ])  # fmt: skip
 
     def _append(self, seq: Sequence, tokens: list[int]) -> int:
         """Appends up to and including the first token that ends the sequence; returns how many were kept."""

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,7 +44,7 @@ class Told(Goodput):
             self._plain.is_due = lambda speedup, speed: False  # type: ignore[method-assign]
         for drafter in self._drafters:
             if self._told:
-                drafter.values = self._values  # type: ignore[method-assign]
+                drafter.values, drafter.reach = self._values, self._reach  # type: ignore[method-assign]
             if not self._explores:
                 drafter.affords = lambda *args: False  # type: ignore[method-assign]
                 drafter.first_asks = 0
@@ -66,17 +66,14 @@ class Told(Goodput):
         _, right = self.right(drafter.name, seq.seq_id, min(drafter.max_k, seq.max_k))
         return right * (1.0 - self._step.rate * self._step.verify_ms)
 
-    def reach(self, draft: DraftView) -> Sequence[float]:
-        if not self._told:
-            return super().reach(draft)
+    def _reach(self, draft: DraftView) -> list[float]:
         _, right = self.right(draft.drafter, draft.seq_id, draft.length)
         return [CERTAIN ** (j + 1) if j < right else 1e-9 / (j + 1) for j in range(draft.length)]
-
 
     def _values(self, drafts: list[DraftView]) -> NDArray[np.float64]:
         values = np.zeros((len(drafts), max(draft.length for draft in drafts)))
         for row, draft in enumerate(drafts):
-            values[row, : draft.length] = self.reach(draft)
+            values[row, : draft.length] = self._reach(draft)
         return values
 
 

@@ -176,9 +176,11 @@ def _step(policy: Policy, world: World, live: list[_Live], num_waiting: int, out
     before = [seq.num_context for seq in decoding]
     wishes, watched = policy.plan(view), policy.shadow(view)
     prefill, sampled = _prefill(live, world.token_budget - len(decoding))
-    drafts, drafting = _draft(policy, world, decoding, wishes, watched)
+    drafts, drafting, shadows = _look(policy, world, view, decoding, wishes)
+    asked, made = _draft(policy, world, [seq for seq in decoding if seq.record.seq_id not in drafts], wishes, watched)
+    drafts, drafting = drafts | asked, drafting + made
     verified = _select(policy, view, drafts)
-    shadows = _shadows(decoding, watched, wishes)
+    shadows += _shadows(decoding, watched, wishes)
     sequences = []
     for seq, num_context in zip(decoding, before, strict=True):
         drafter, k, length, right, confidence = drafts.get(seq.record.seq_id, (NO_DRAFT, 0, 0, 0, None))
@@ -231,6 +233,42 @@ def _prefill(live: Sequence[_Live], budget: int) -> tuple[int, list[_Live]]:
 
 
 _Proposal = tuple[str, int, int, int, tuple[float, ...] | None]   # drafter, k, length, right, confidence
+
+
+def _look(
+    policy: Policy, world: World, view: BatchView, decoding: Sequence[_Live], wishes: Mapping[int, Choice]
+) -> tuple[dict[int, _Proposal], list[DrafterFeedback], list[ShadowFeedback]]:
+    """The drafts of those that are looked at first, as far as they are taken; what looking costs; and what was not taken, judged."""
+    looks: dict[int, dict[str, _Proposal]] = {}
+    costs = []
+    for name in world.evidence.drafters:
+        ks = {seq.record.seq_id: look.k for seq in decoding for look in _first(wishes, seq) if look.drafter == name and look.k > 0}
+        for seq in decoding:
+            if (k := ks.get(seq.record.seq_id)) is not None:
+                looks.setdefault(seq.record.seq_id, {})[name] = _proposal(seq, name, k)
+        if ks:
+            draft_ms = world.costs.predict_draft(name, len(ks), max(ks.values()))
+            costs.append(DrafterFeedback(name, len(ks), max(ks.values()), 0, sum(looks[seq_id][name][2] for seq_id in ks), draft_ms))
+    if not looks:
+        return {}, [], []
+    found = [(seq_id, each) for seq_id, mine in looks.items() for each in mine.values() if each[2]]
+    taken = policy.take([DraftView(seq_id, name, length, True, told) for seq_id, (name, _, length, _, told) in found], view)
+    left = [
+        ShadowFeedback(seq_id, name, 0, length, right, told)
+        for seq_id, (name, _, length, right, told) in found if taken.get(seq_id) != name
+    ]  # fmt: skip
+    return {seq_id: mine[taken[seq_id]] for seq_id, mine in looks.items() if taken.get(seq_id) in mine}, costs, left
+
+
+def _first(wishes: Mapping[int, Choice], seq: _Live) -> tuple[Choice, ...]:
+    choice = wishes.get(seq.record.seq_id)
+    return () if choice is None else choice.first
+
+
+def _proposal(seq: _Live, name: str, k: int) -> _Proposal:
+    length, right = seq.record.drafts[name].draft(seq.position, k)
+    told = _confidence(seq, name, length)
+    return name, k, length, right, tuple(told) if told is not None else None
 
 
 def _draft(

@@ -29,24 +29,23 @@ its account shows it (20 to 150). Not guaranteed: anything against a workload th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.config import option
-from headway.control.allocation import FEW, allocate, allocate_few
-from headway.control.candidate import FOUND_ASKS, Candidate, on_trial, some
+from headway.control.allocation import FEW
+from headway.control.candidate import FOUND_ASKS, Candidate, some
 from headway.control.costs import Work
 from headway.control.depth import choose_depth
 from headway.control.guard import Mean, Plain
+from headway.control.planned import Held, Step
 from headway.control.policy import BatchView, DraftView, Policy, SequenceView, Setup
+from headway.control.selection import select_few, select_many
 from headway.control.worth import Own
 from headway.errors import ConfigError
 from headway.types import Choice, Feedback, Forecast, SequenceFeedback, ShadowFeedback
-
-FloatArray = NDArray[np.float64]
 
 OBJECTIVES = ("throughput", "latency")
 PROBE_SHARE = 0.005      # of the time, over all drafters
@@ -54,7 +53,7 @@ WAKE_STEPS = 16          # steps over which catching up after a sleep is written
 REST_STEPS = 6           # steps decided at once when nobody is worth asking: then deciding must cost nothing, too
 HOLD_STEPS = 4           # steps for which it stays decided who is asked, while the batch is the same
 STAY = 0.1               # bonus of the drafter a request has, as a share of what it is worth
-NEXT_TO_NOTHING = 0.05   # tokens: a drafter whose draft costs no more looks on while another one is asked
+NEXT_TO_NOTHING = 0.1    # tokens: a drafter whose draft costs no more is looked at before another one is asked
 STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
 RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before a drafter is switched on again
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -92,11 +91,11 @@ class Goodput(Policy):
         self._plain = Plain()
         self._speedup = Mean(_SPEEDUP_MEMORY, 1.0, 1.0)
         self._deciding = Mean(_DECIDING_MEMORY)   # milliseconds of the policy's own time in a step with drafts
-        self._step: _Step | None = None
-        self._unread: list[tuple[_Step | None, Feedback]] = []
-        self._held = _Held([], 0, {}, {})
+        self._step: Step | None = None
+        self._unread: list[tuple[Step | None, Feedback]] = []
+        self._held = Held([], 0)
         self._wishes: dict[int, Choice] = {}   # shadow drafts of this step
-        self._choices: dict[tuple[str, int], Choice] = {}
+        self._choices: dict[tuple[str, int, tuple[Choice, ...]], Choice] = {}
         self._rests_until = 0                  # step before which nothing is decided
         self._planned = 0                      # the latest step that was planned
         self._last: dict[int, int] = {}        # seq_id -> index of the drafter it was given last
@@ -130,17 +129,15 @@ class Goodput(Policy):
         if not able or (step.num_prefill == 0 and self._plain.is_due(self._speedup.value, self._costs.speed)):
             return {}
         if holds:
-            step.plan, step.asked, step.hurried = held.plan, held.asked, held.hurried
+            step.plan, step.asked, step.nets, step.cheap, step.hurried = held.plan, held.asked, held.nets, held.cheap, held.hurried
         else:
             self._decide(step, able, ids)
-        if len(self._drafters) > 1:
-            self._look_on(step, able)
         return step.plan
 
     def shadow(self, view: BatchView) -> Mapping[int, Choice]:
         return self._wishes
 
-    def _opened(self, view: BatchView, decoding: list[SequenceView]) -> _Step:
+    def _opened(self, view: BatchView, decoding: list[SequenceView]) -> Step:
         """The prices of the step to come."""
         num_rows, prefill = len(decoding), 0
         num_context = sum([seq.num_context for seq in decoding])
@@ -149,21 +146,34 @@ class Goodput(Policy):
         predicted = self._costs.curve(num_rows, num_rows, 0, num_context)[0]
         more = self._costs.curve(num_rows, 2 * num_rows, 0, num_context)[0]
         plain_ms = max(1e-3, self._plain.factor * predicted)
-        return _Step(
+        return Step(
             number=view.step, sequences=decoding, num_context=num_context, num_prefill=prefill,
             predicted_ms=predicted, plain_ms=plain_ms, rate=max(1.0, self._speedup.value) * num_rows / plain_ms,
             verify_ms=max(0.0, more - predicted) / num_rows,
         )  # fmt: skip
 
-    def _decide(self, step: _Step, able: list[SequenceView], ids: list[int]) -> None:
+    def _cheap(self, step: Step) -> list[Candidate]:
+        """Drafters whose draft is a function of the prefix, costs next to nothing and is worth that."""
+        if len(self._drafters) == 1:
+            return []
+        found = []
+        for drafter in self._drafters:
+            if drafter.deterministic and not drafter.account.off and drafter.is_priced:
+                price = step.rate * sum(drafter.prices(step.number)[:2])
+                if price <= NEXT_TO_NOTHING and (drafter.is_new or drafter.worth.pool > price):
+                    found.append(drafter)
+        return found
+
+    def _decide(self, step: Step, able: list[SequenceView], ids: list[int]) -> None:
         """Who is asked for how many drafts, and who is only watched. What is no probe holds for some steps."""
         for seq in able:
-            if (drafter := self._held.asked.get(seq.seq_id)) is not None:   # was asked up to now
+            if (drafter := self._held.asked.get(seq.seq_id)) is not None and seq.seq_id not in self._held.nets:   # was asked up to now
                 own = drafter.worth.of(seq.seq_id)
                 own.asked_at, own.seen = step.number - 1, seq.num_context - 1
-        held = self._held = _Held(ids, step.number + HOLD_STEPS, {}, {})
+        step.cheap = self._cheap(step)
+        held = self._held = Held(ids, step.number + HOLD_STEPS, step.cheap)
         known = [[drafter.worth.of(seq_id) for seq_id in ids] for drafter in self._drafters]
-        owner = self._assign(step, able, known)
+        owner, nets = self._assign(step, able, known)
         for index, drafter in enumerate(self._drafters):
             mine = [i for i, who in enumerate(owner) if who == index]
             self._ask(drafter, step, mine, able, known[index], held.plan, held.asked)
@@ -172,95 +182,123 @@ class Goodput(Policy):
                 held.until = 0
             for i in mine:
                 self._last[ids[i]] = index
-        step.plan, step.asked, held.hurried = held.plan, held.asked, step.hurried
+                if step.cheap and drafter not in step.cheap:
+                    held.nets[ids[i]] = nets[i]
+        for drafter in step.cheap:
+            drafter.share += len(held.nets) / len(step.sequences)
+        step.plan, step.asked, step.nets, held.hurried = held.plan, held.asked, held.nets, step.hurried
         if not held.plan:
             self._rests_until = step.number + REST_STEPS
-        income = PROBE_SHARE * step.plain_ms / len(self._drafters)
+        self._probe(step, able, known, owner)
+        if step.nets:
+            num_rows, k = len(step.sequences), max([drafter.max_k for drafter in step.cheap])
+            curve = self._costs.curve(num_rows, num_rows, num_rows * k, step.num_context)
+            held.prices = [step.rate * (ms - curve[0]) / num_rows for ms in curve[::num_rows]]
+
+    def _probe(self, step: Step, able: list[SequenceView], known: list[list[Own]], owner: list[int]) -> None:
+        """Tries drafters where they do not seem worth asking, as far as that is affordable. Where cheap ones are looked at, or could be, a
+        dear one is tried on what they leave to it."""
+        held, income = self._held, PROBE_SHARE * step.plain_ms / len(self._drafters)
+        cheap = [drafter in step.cheap for drafter in self._drafters]
         for index, drafter in enumerate(self._drafters):
-            others = [i for i, who in enumerate(owner) if who != index]
+            others = [i for i, who in enumerate(owner) if who != index and not (cheap[index] and who != _NOBODY and not cheap[who])]
             unseen = sum([able[i].num_context - 1 - known[index][i].seen for i in others])
             if not drafter.affords(step.number, income, len(others), unseen, self._deciding.value):
                 continue
-            free = [i for i in others if owner[i] == _NOBODY and not drafter.account.off]
+            free = [
+                i for i in others if not drafter.account.off and (owner[i] == _NOBODY or (cheap[owner[i]] and not cheap[index]))
+            ]
             if step.plan is held.plan:
-                step.plan, step.asked = dict(held.plan), dict(held.asked)
+                step.plan, step.asked, step.nets = dict(held.plan), dict(held.asked), dict(held.nets)
             self._ask(drafter, step, free, able, known[index], step.plan, step.asked)
+            for i in free:
+                step.probed.add(able[i].seq_id)
+                if step.cheap and not cheap[index]:
+                    step.nets[able[i].seq_id] = 0.0
+                owner[i] = index
             for i in others:
-                if owner[i] == _NOBODY and not drafter.account.off:
-                    owner[i] = index
-                elif able[i].greedy or drafter.deterministic:
+                if owner[i] != index and (able[i].greedy or drafter.deterministic):
                     self._watch(drafter, able[i], step)
                 known[index][i].asked_at, known[index][i].seen = step.number, able[i].num_context
             if drafter.is_rich:
                 self._rests_until = held.until = 0
 
     def _ask(
-        self, drafter: Candidate, step: _Step, mine: list[int], able: list[SequenceView], known: list[Own],
+        self, drafter: Candidate, step: Step, mine: list[int], able: list[SequenceView], known: list[Own],
         plan: dict[int, Choice], asked: dict[int, Candidate],
     ) -> None:
         """Adds the sequences able[i], i in `mine`, to `plan` and `asked`."""
         if not mine:
             return
+        first = () if drafter in step.cheap else tuple([self._choice(look.name, look.max_k) for look in step.cheap])
         for i, k in zip(mine, self._depths(drafter, step, [able[i] for i in mine]), strict=True):
             seq, own = able[i], known[i]
-            plan[seq.seq_id] = self._choice(drafter.name, min(k, seq.max_k))
+            plan[seq.seq_id] = self._choice(drafter.name, min(k, seq.max_k), first)
             asked[seq.seq_id] = drafter
-            own.asked_at, own.seen = step.number, seq.num_context
+            if not first:
+                own.asked_at, own.seen = step.number, seq.num_context
 
-    def _assign(self, step: _Step, able: list[SequenceView], known: list[list[Own]]) -> list[int]:
-        """[n] index of the drafter that is worth asking most, or _NOBODY."""
-        best, owner = [0.0] * len(able), [_NOBODY] * len(able)
+    def _assign(self, step: Step, able: list[SequenceView], known: list[list[Own]]) -> tuple[list[int], list[float]]:
+        """[n] index of the drafter that is worth asking most, or _NOBODY, and tokens net that it brings. A dear one goes before the cheap
+        ones, which are looked at before it is asked."""
+        best, owner, nets = [0.0] * len(able), [_NOBODY] * len(able), [0.0] * len(able)
+        copied, copier = list(best), list(owner)   # the same of the cheap ones
         tried: list[int] = []
         for index, drafter in enumerate(self._drafters):
             if drafter.account.off:
                 continue
             tried.append(index)
+            most, who = (copied, copier) if drafter in step.cheap else (best, owner)
             _, each, per_unseen = drafter.prices(step.number)
             price, per_unseen = step.rate * each, step.rate * per_unseen / WAKE_STEPS
             # A sample is enough to find out.
             for i in range(min(len(able), drafter.first_asks // 2) if drafter.is_new else len(able)):
                 own, seq = known[index][i], able[i]
                 gain = self.expected(drafter, seq, own, step.number)
-                net = gain - price - per_unseen * max(0, seq.num_context - 1 - own.seen)
+                net = raw = gain - price - per_unseen * max(0, seq.num_context - 1 - own.seen)
                 if self._last.get(seq.seq_id) == index:
                     net += STAY * abs(gain)
                 if net <= 0.0 and self._in_a_hurry(seq, step):
                     net = 1e-6
                     step.hurried.add(seq.seq_id)
-                if net > best[i]:
-                    best[i], owner[i] = net, index
+                if net > most[i]:
+                    most[i], who[i] = net, index
+                    if who is owner:
+                        nets[i] = raw
+        if not step.hurried:
+            self._drop_poor(step, tried, best, owner)
+            self._drop_poor(step, tried, copied, copier)
+        value = sum([max(dear, cheap) for dear, cheap in zip(best, copied, strict=True)])
+        if value <= step.rate * self._deciding.value and not step.hurried and not any(drafter.is_new for drafter in self._drafters):
+            return [_NOBODY] * len(owner), nets
+        return [cheap if dear == _NOBODY else dear for dear, cheap in zip(owner, copier, strict=True)], nets
+
+    def _drop_poor(self, step: Step, tried: list[int], best: list[float], owner: list[int]) -> None:
+        """Leaves out groups that do not pay for their drafter's fixed cost. Who would have been second waits for the next decision."""
         poor = [
             index for index in tried
             if 0.0 < sum(net for net, who in zip(best, owner, strict=True) if who == index)
             <= step.rate * self._drafters[index].prices(step.number)[0]
-        ] if not step.hurried else []  # fmt: skip
-        # A group that does not pay for its drafter's fixed cost. Who would have been second in it waits for the next decision.
+        ]  # fmt: skip
         for i, who in enumerate(owner):
             if who in poor:
                 best[i], owner[i] = 0.0, _NOBODY
-        if sum(best) <= step.rate * self._deciding.value and not step.hurried and not any(drafter.is_new for drafter in self._drafters):
-            return [_NOBODY] * len(owner)
-        return owner
 
     def expected(self, drafter: Candidate, seq: SequenceView, own: Own, step: int) -> float:
         """Tokens, net of verification, that asking `drafter` for a draft of this request brings."""
         return drafter.worth.predict(own, step)
-
-    def reach(self, draft: DraftView) -> Sequence[float]:
-        """[length] P(the draft is accepted up to here)"""
-        return self._by_name[draft.drafter].sighted.reach(draft.seq_id, draft.length, draft.confidence)
 
     def _target(self, seq: SequenceView) -> float:
         """Milliseconds per token that the request may take."""
         slo = seq.tpot_slo_ms or self.options.tpot_slo_ms
         return float("inf") if slo is None else slo
 
-    def _in_a_hurry(self, seq: SequenceView, step: _Step) -> bool:
+    def _in_a_hurry(self, seq: SequenceView, step: Step) -> bool:
         """Plain steps take longer than its target, and drafts have helped it or were not tried yet: then they need not pay."""
         hopeless = seq.num_drafts >= _HOPELESS_AFTER and seq.num_accepted < _HOPELESS * seq.num_drafts
         return self._target(seq) < step.plain_ms and not hopeless
 
-    def _depths(self, drafter: Candidate, step: _Step, sequences: list[SequenceView]) -> list[int]:
+    def _depths(self, drafter: Candidate, step: Step, sequences: list[SequenceView]) -> list[int]:
         """How many drafts to ask for, per sequence."""
         longest, num_rows = drafter.max_k, len(sequences)
         steep = drafter.rise(num_rows) > STEEP * step.plain_ms
@@ -276,26 +314,22 @@ class Goodput(Policy):
         whole = [not (drafter.deterministic or seq.greedy) for seq in sequences]
         return [max(1, length) if fixed else drafter.depth for length, fixed in zip(lengths, whole, strict=True)]
 
-    def _look_on(self, step: _Step, able: list[SequenceView]) -> None:
-        """Shadow drafts of drafters that cost next to nothing, where a dear one is asked: what can be copied comes in bursts, and a burst
-        that begins should not wait for a probe."""
-        cheap = [drafter for drafter in self._drafters if step.rate * sum(drafter.prices(step.number)[:2]) <= NEXT_TO_NOTHING]
-        for drafter in cheap:
-            if drafter.deterministic and not (drafter.is_new or drafter.account.off):
-                for seq in able:
-                    if step.asked.get(seq.seq_id, drafter) not in cheap:
-                        self._watch(drafter, seq, step)
-
-    def _watch(self, drafter: Candidate, seq: SequenceView, step: _Step) -> None:
+    def _watch(self, drafter: Candidate, seq: SequenceView, step: Step) -> None:
         """A shadow draft, unless one is under way already."""
         if seq.seq_id not in self._wishes and seq.seq_id not in drafter.watched:
             self._wishes[seq.seq_id] = self._choice(drafter.name, min(drafter.max_k, seq.max_k))
             drafter.watched[seq.seq_id] = step.rate * step.verify_ms
 
-    def _choice(self, name: str, k: int) -> Choice:
-        return self._choices.setdefault((name, k), Choice(name, k))
+    def _choice(self, name: str, k: int, first: tuple[Choice, ...] = ()) -> Choice:
+        found = self._choices.get((name, k, first))
+        if found is None:
+            found = self._choices[name, k, first] = Choice(name, k, first)
+        return found
 
     # -- after drafting -------------------------------------------------------------------------------------------
+
+    def take(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, str]:
+        return {} if self._step is None else self._step.take(drafts, self._by_name, self._held.prices)
 
     def select(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, int]:
         step = self._step
@@ -310,47 +344,24 @@ class Goodput(Policy):
         has_target = self.options.tpot_slo_ms is not None or any(seq.tpot_slo_ms for seq in step.sequences)
         if num_free <= FEW and self.options.objective == "throughput" and not has_target:
             few_ms = self._costs.curve(work[0], work[1], num_free, work[2], prefill)
-            lengths, gained = self._few(free, step, few_ms)
+            lengths, gained = select_few(free, self._by_name, few_ms, step)
             none_ms, all_ms = few_ms[0], few_ms[total := sum(lengths.values())]
         else:
             many_ms = self._costs.predict(work[0], work[1] + np.arange(num_free + 1), work[2], prefill)
-            lengths, gained = self._many(free, step, many_ms, has_target)
+            slo = np.array([self._target(seq) for seq in step.sequences]) if has_target else None
+            lengths, gained = select_many(
+                free, self._by_name, many_ms, step, latency=self.options.objective == "latency", slo_ms=slo
+            )
             none_ms, all_ms = float(many_ms[0]), float(many_ms[total := sum(lengths.values())])
         if total:
             step.verify_ms = (all_ms - none_ms) / total
         asked = list(step.asked.values())
         drafting = sum([self._costs.predict_draft(drafter.name, asked.count(drafter), drafter.depth) for drafter in self._drafters])
+        if step.left:
+            drafting += sum([self._costs.predict_draft(drafter.name, len(step.left), drafter.depth) for drafter in step.cheap])
         extra = step.plain_ms - step.predicted_ms
         self.forecast = Forecast(all_ms + extra + drafting, num_rows + gained, step.plain_ms if whole else none_ms + extra)
         return lengths
-
-    def _few(self, free: list[DraftView], step: _Step, step_ms: list[float]) -> tuple[dict[int, int], float]:
-        """(seq_id -> drafts to verify, tokens expected of them)"""
-        values = [self._by_name[draft.drafter].reach(draft) for draft in free]
-        chosen = allocate_few(values, step_ms, step.rate)
-        on_trial(self._drafters, free, values, chosen, step_ms, step.plain_ms, step.rate * step.verify_ms)
-        gained = sum([sum(line[:length]) for line, length in zip(values, chosen, strict=True)])
-        return {draft.seq_id: length for draft, length in zip(free, chosen, strict=True)}, gained
-
-    def _many(self, free: list[DraftView], step: _Step, curve: FloatArray, has_target: bool) -> tuple[dict[int, int], float]:
-        """The same for all objectives, in arrays."""
-        rows = {seq.seq_id: row for row, seq in enumerate(step.sequences)}
-        values = np.zeros((len(rows), max([draft.length for draft in free], default=1)))
-        for drafter in self._drafters:
-            mine = [draft for draft in free if draft.drafter == drafter.name]
-            if mine:
-                made = drafter.values(mine)
-                values[[rows[draft.seq_id] for draft in mine], : made.shape[1]] = made
-        step_ms = curve + (step.plain_ms - step.predicted_ms)
-        slo = np.array([self._target(seq) for seq in step.sequences]) if has_target else None
-        lengths = allocate(values, step_ms, rate=step.rate, latency=self.options.objective == "latency", slo_ms=slo)
-        places = [rows[draft.seq_id] for draft in free]
-        found = lengths[places].tolist()
-        if any(drafter.is_new for drafter in self._drafters):
-            on_trial(self._drafters, free, values[places].tolist(), found, curve.tolist(), step.plain_ms, step.rate * step.verify_ms)
-            lengths[places] = found
-        gained = float(values[np.arange(values.shape[1]) < lengths[:, None]].sum())
-        return dict(zip([draft.seq_id for draft in free], found, strict=True)), gained
 
     # -- after the step -------------------------------------------------------------------------------------------
 
@@ -360,7 +371,8 @@ class Goodput(Policy):
         step, self._step = self._step, None
         self._unread.append((step, feedback))
         decided = step is not None and step.plan is not self._held.plan
-        if decided or feedback.shadows or len(self._unread) >= HOLD_STEPS:
+        news = [shadow for shadow in feedback.shadows if shadow.num_verified or shadow.seq_id in self._by_name[shadow.drafter].watched]
+        if decided or news or len(self._unread) >= HOLD_STEPS:
             self._read()
 
     def _read(self) -> None:
@@ -368,7 +380,7 @@ class Goodput(Policy):
         for step, feedback in unread:
             self._take_in(step, feedback)
 
-    def _take_in(self, step: _Step | None, feedback: Feedback) -> None:
+    def _take_in(self, step: Step | None, feedback: Feedback) -> None:
         self._costs.observe(feedback)
         if step is None:
             self._speedup.observe(1.0, 1.0)   # a plain step
@@ -388,14 +400,16 @@ class Goodput(Policy):
             if len(self._last) > 2 * len(live) + 64:
                 self._last = {seq_id: index for seq_id, index in self._last.items() if seq_id in live}
 
-    def _compare(self, step: _Step, feedback: Feedback, verified: Mapping[str, list[SequenceFeedback]]) -> None:
+    def _compare(self, step: Step, feedback: Feedback, verified: Mapping[str, list[SequenceFeedback]]) -> None:
         """The step against a plain one, and each drafter's part in the difference, in plain steps."""
         if not (verified or feedback.drafters):
             self._plain.observe(feedback.step_ms / max(1e-3, step.predicted_ms), self._costs.speed)
             self._speedup.observe(step.plain_ms / feedback.step_ms, min(20.0, feedback.step_ms / step.plain_ms))
             return
         self._deciding.observe(min(feedback.policy_ms, 0.1 * step.plain_ms))
-        drafting = {part.drafter: part.draft_ms for part in feedback.drafters}
+        drafting: dict[str, float] = {}
+        for part in feedback.drafters:
+            drafting[part.drafter] = drafting.get(part.drafter, 0.0) + part.draft_ms
         rest = max(1e-3, feedback.step_ms - sum(drafting.values()))
         num_rows = len(feedback.sequences)
         drafts = {name: sum([seq.num_drafts for seq in mine]) for name, mine in verified.items()}
@@ -420,7 +434,7 @@ class Goodput(Policy):
                 self._held.until = 0
                 self.reason = f"{name} off: it loses {-100.0 * drafter.account.balance.value:.1f} % against plain steps"
 
-    def _learn(self, step: _Step | None, feedback: Feedback, verified: Mapping[str, list[SequenceFeedback]]) -> None:
+    def _learn(self, step: Step | None, feedback: Feedback, verified: Mapping[str, list[SequenceFeedback]]) -> None:
         shadows: dict[str, list[ShadowFeedback]] = {}
         for shadow in feedback.shadows:
             shadows.setdefault(shadow.drafter, []).append(shadow)
@@ -439,13 +453,17 @@ class Goodput(Policy):
                 if drafter.is_new:
                     drafter.book(feedback, verified.get(drafter.name, ()), step.verify_ms, step.plain_ms)
                 self._tell(drafter, step)
-        if step is not None and step.asked:
+        if step is None:
+            return
+        for seq_id, (look, promise) in some(list(step.left.items()), feedback.step):
+            look.worth.learn(seq_id, promise)
+        if step.asked:
             price = step.rate * step.verify_ms
             for seq in some(feedback.sequences, feedback.step):
                 if (candidate := step.asked.get(seq.seq_id)) is not None and seq.seq_id not in step.hurried:
                     if seq.num_proposed and not seq.num_drafts and seq.seq_id in candidate.watched:
                         continue
-                    gain, probed = seq.num_accepted - price * seq.num_drafts, seq.seq_id not in self._held.asked
+                    gain, probed = seq.num_accepted - price * seq.num_drafts, seq.seq_id in step.probed
                     candidate.worth.learn(seq.seq_id, gain, probed=probed)
                     own = candidate.worth.of(seq.seq_id)
                     if probed and gain > 0.0:
@@ -458,7 +476,7 @@ class Goodput(Policy):
                         price_ms = candidate.prices(step.number)[1] + self._deciding.value / len(step.asked)
                         candidate.refund(gain / step.rate - price_ms, step.plain_ms)
 
-    def _tell(self, drafter: Candidate, step: _Step) -> None:
+    def _tell(self, drafter: Candidate, step: Step) -> None:
         """Switches a drafter on again when its shadow drafts promise a profit; says when one begins or ceases to be asked."""
         if drafter.account.off:
             fixed, each, _ = drafter.prices(step.number)
@@ -472,30 +490,3 @@ class Goodput(Policy):
             drafter.told = drafter.busy > 0.3
             self.reason = f"{drafter.name} {'pays' if drafter.told else 'does not pay'}: a draft brings {drafter.worth.pool:.2f} tokens net"
 
-
-@dataclass(slots=True)
-class _Held:
-    """What was decided before drafting, for the sequences `ids`, until the step `until`."""
-
-    ids: list[int]
-    until: int
-    plan: dict[int, Choice]
-    asked: dict[int, Candidate]
-    hurried: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Step:
-    """What was decided and expected, from `plan` until `observe`. Rates in tokens per millisecond."""
-
-    number: int
-    sequences: list[SequenceView]  # those that decode
-    num_context: int
-    num_prefill: int               # tokens expected in the same step
-    predicted_ms: float            # of the decoding rows without drafts
-    plain_ms: float                # the same, corrected by measured plain steps
-    rate: float
-    verify_ms: float               # of one more draft
-    plan: dict[int, Choice] = field(default_factory=dict)
-    asked: dict[int, Candidate] = field(default_factory=dict)
-    hurried: set[int] = field(default_factory=set)   # asked because of their target although that does not pay

@@ -1,0 +1,109 @@
+"""What a policy that weighs by price decided and expected of one step, and whom it lets draft when cheap drafters were looked at first.
+
+A drafter that copies costs next to nothing, says by itself how sure it is, and has often nothing to say. So wherever a dear one (a
+network) is worth asking, the cheap ones are looked at first, and each step decides with their drafts in hand: what the best of them
+promises net of verification, against what asking the dear one has brought lately where it was asked, net of its price. What a dear
+one is worth is therefore learned on what the cheap ones leave to it; together they bring the larger of the two in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headway.control.candidate import Candidate
+from headway.control.policy import DraftView, SequenceView
+from headway.types import Choice
+
+
+@dataclass(slots=True)
+class Held:
+    """What was decided before drafting, for the sequences `ids`, until the step `until`."""
+
+    ids: list[int]
+    until: int
+    cheap: list[Candidate] = field(default_factory=list)
+    plan: dict[int, Choice] = field(default_factory=dict)
+    asked: dict[int, Candidate] = field(default_factory=dict)
+    nets: dict[int, float] = field(default_factory=dict)
+    prices: list[float] = field(default_factory=list)
+    hurried: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Step:
+    """What was decided and expected, from `plan` until `observe`. Rates in tokens per millisecond."""
+
+    number: int
+    sequences: list[SequenceView]  # those that decode
+    num_context: int
+    num_prefill: int               # tokens expected in the same step
+    predicted_ms: float            # of the decoding rows without drafts
+    plain_ms: float                # the same, corrected by measured plain steps
+    rate: float
+    verify_ms: float               # of one more draft
+    cheap: list[Candidate] = field(default_factory=list)   # are looked at wherever another one is to be asked
+    plan: dict[int, Choice] = field(default_factory=dict)
+    asked: dict[int, Candidate] = field(default_factory=dict)
+    nets: dict[int, float] = field(default_factory=dict)   # where the cheap ones are looked at: tokens net that asking the dear one brings
+    probed: set[int] = field(default_factory=set)
+    hurried: set[int] = field(default_factory=set)         # asked because of their target although that does not pay
+    left: dict[int, tuple[Candidate, float]] = field(default_factory=dict)   # best look that was not taken, and what it promised
+
+    def take(self, drafts: Sequence[DraftView], by_name: Mapping[str, Candidate], prices: Sequence[float]) -> dict[int, str]:
+        """seq_id -> the cheap drafter whose draft is taken, for those that are not left to the dear one; `asked` then says who was.
+
+        prices  [1 + k] tokens that verifying so many drafts of one request costs
+        """
+        best: dict[int, tuple[float, str]] = {}
+        for draft in drafts:
+            promise = net_of(by_name[draft.drafter].reach(draft), prices)
+            if promise > best.get(draft.seq_id, (0.0, ""))[0]:
+                best[draft.seq_id] = promise, draft.drafter
+        nothing = 0.0, self.cheap[0].name
+        taken: dict[int, str] = {}
+        going: dict[str, list[int]] = {}
+        for seq_id, net in self.nets.items():
+            promise, name = best.get(seq_id, nothing)
+            if promise > 0.0 if seq_id in self.probed or seq_id in self.hurried else promise >= net:
+                taken[seq_id] = name
+            else:
+                going.setdefault(self.asked[seq_id].name, []).append(seq_id)
+        for dear, mine in going.items():
+            more = sum([self.nets[seq_id] - best.get(seq_id, nothing)[0] for seq_id in mine])
+            forced = self.hurried or not self.probed.isdisjoint(mine)
+            # For so few of them it does not bring what it costs to ask it at all.
+            if more <= self.rate * by_name[dear].prices(self.number)[0] and not forced:
+                taken.update({seq_id: best.get(seq_id, nothing)[1] for seq_id in mine})
+            else:
+                self.left.update({seq_id: (by_name[best.get(seq_id, nothing)[1]], best.get(seq_id, nothing)[0]) for seq_id in mine})
+        self._note(taken, by_name)
+        return taken
+
+    def _note(self, taken: Mapping[int, str], by_name: Mapping[str, Candidate]) -> None:
+        num_planned: dict[str, int] = {}
+        for seq_id in self.nets:
+            num_planned[self.asked[seq_id].name] = num_planned.get(self.asked[seq_id].name, 0) + 1
+        contexts = {seq.seq_id: seq.num_context for seq in self.sequences}
+        self.asked = self.asked | {seq_id: by_name[name] for seq_id, name in taken.items()}
+        num_left: dict[str, int] = {}
+        for seq_id in self.left:
+            dear = self.asked[seq_id]
+            own = dear.worth.of(seq_id)
+            own.asked_at, own.seen = self.number, contexts[seq_id]
+            num_left[dear.name] = num_left.get(dear.name, 0) + 1
+        for name, planned in num_planned.items():
+            by_name[name].reached.observe(num_left.get(name, 0) / planned)
+
+
+def net_of(values: Sequence[float], prices: Sequence[float]) -> float:
+    """Tokens net of verification that the best beginning of a draft brings; 0 when none pays.
+
+    values  P(accepted up to here)
+    prices  as in `take`
+    """
+    best = reached = 0.0
+    for value, price in zip(values, prices[1:], strict=False):
+        reached += value
+        best = max(best, reached - price)
+    return best

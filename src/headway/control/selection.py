@@ -1,0 +1,59 @@
+"""What to verify of finished drafts: control/allocation.py with each drafter's calibrated acceptance.
+
+In numbers for few drafts, in arrays for many. What a drafter that is new may have verified: control/trial.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.control.allocation import allocate, allocate_few
+from headway.control.candidate import Candidate, on_trial
+from headway.control.planned import Step
+from headway.control.policy import DraftView
+
+FloatArray = NDArray[np.float64]
+
+
+def select_few(
+    drafts: Sequence[DraftView], by_name: Mapping[str, Candidate], verify_ms: Sequence[float], step: Step
+) -> tuple[dict[int, int], float]:
+    """(seq_id -> drafts to verify, tokens expected of them)
+
+    verify_ms  of a step that verifies 0, 1, ... of them
+    """
+    values = [by_name[draft.drafter].reach(draft) for draft in drafts]
+    chosen = allocate_few(values, verify_ms, step.rate)
+    on_trial(list(by_name.values()), drafts, values, chosen, verify_ms, step.plain_ms, step.rate * step.verify_ms)
+    gained = sum([sum(line[:length]) for line, length in zip(values, chosen, strict=True)])
+    return {draft.seq_id: length for draft, length in zip(drafts, chosen, strict=True)}, gained
+
+
+def select_many(
+    drafts: Sequence[DraftView], by_name: Mapping[str, Candidate], verify_ms: FloatArray, step: Step, *,
+    latency: bool = False, slo_ms: FloatArray | None = None,
+) -> tuple[dict[int, int], float]:
+    """The same for all objectives, in arrays.
+
+    slo_ms  [rows of the step] milliseconds per token that each may take
+    """
+    rows = {seq.seq_id: row for row, seq in enumerate(step.sequences)}
+    values = np.zeros((len(rows), max([draft.length for draft in drafts], default=1)))
+    for name, drafter in by_name.items():
+        mine = [draft for draft in drafts if draft.drafter == name]
+        if mine:
+            made = drafter.values(mine)
+            values[[rows[draft.seq_id] for draft in mine], : made.shape[1]] = made
+    corrected = verify_ms + (step.plain_ms - step.predicted_ms)
+    lengths = allocate(values, corrected, rate=step.rate, latency=latency, slo_ms=slo_ms)
+    places = [rows[draft.seq_id] for draft in drafts]
+    found = lengths[places].tolist()
+    drafters = list(by_name.values())
+    if any(drafter.is_new for drafter in drafters):
+        on_trial(drafters, drafts, values[places].tolist(), found, verify_ms.tolist(), step.plain_ms, step.rate * step.verify_ms)
+        lengths[places] = found
+    gained = float(values[np.arange(values.shape[1]) < lengths[:, None]].sum())
+    return dict(zip([draft.seq_id for draft in drafts], found, strict=True)), gained
