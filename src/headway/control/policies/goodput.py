@@ -6,6 +6,8 @@ reached lately. Every decision compares tokens gained with milliseconds spent at
     whom to ask     what asking a drafter for this request has brought lately, net of verification (control/worth.py),
                     against what its draft costs, catching up after a sleep included. The best drafter of a request wins,
                     with a bonus for the one it has; a group that does not pay for its drafter's fixed cost is not asked.
+    in which order  drafters that copy for next to nothing are looked at before a dear one is asked, and each step decides with their
+                    drafts in hand who drafts (control/planned.py)
     how deep        the k beyond which a further position gains less over all asked requests than drafting it costs
     what to verify  control/allocation.py over all drafts at once, with calibrated confidence, against T(n) of the cost model
 
