@@ -115,16 +115,15 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
                 drafting.append(DrafterFeedback(name, len(ks), max(ks.values()), 0, 0, world.clock(step, took)))
                 for i, k in ks.items():
                     looked.setdefault(i, []).append((name, k, *_draft(world, random, step, i, name, k)))
-        if looked:
-            found = [DraftView(i, name, length, True, told) for i, each in looked.items() for name, _, length, _, told in each if length]
-            taken = policy.take(found, view)
-            for i, each in looked.items():
-                for name, _, length, right, told in each:
-                    if taken.get(i) == name:
-                        settled.add(i)
-                        drafts[i] = name, length, right, told
-                    elif length:
-                        shadows.append(ShadowFeedback(i, name, 0, length, right, told))
+        found = [DraftView(i, name, length, True, told) for i, each in looked.items() for name, _, length, _, told in each if length]
+        taken = policy.take(found, view)
+        for i, each in looked.items():
+            for name, _, length, right, told in each:
+                if taken.get(i) == name:
+                    settled.add(i)
+                    drafts[i] = name, length, right, told
+                elif length:
+                    shadows.append(ShadowFeedback(i, name, 0, length, right, told))
         for name, price in world.drafters.items():
             mine = {i: c.k for i, c in wishes.items() if c.drafter == name and c.k > 0 and i not in settled}
             watched = {i: c.k for i, c in shadow_wishes.items() if c.drafter == name and i not in mine}

@@ -245,8 +245,7 @@ class SpecDecodeMetrics:
 class Choice:
     """A policy's wish for one sequence in one step: `drafter` proposes at most `k` tokens.
 
-    first  drafters that are looked at before: where the policy takes one of their drafts (`Policy.take`), `drafter` is not asked. Their
-           drafts must be a function of the prefix
+    first  drafters, with drafts that are functions of the prefix, to look at before: where one's draft is taken, `drafter` is not asked
     """
 
     drafter: str
@@ -422,6 +421,11 @@ class ShadowFeedback:
     num_drafts: int
     num_confirmed: int
     confidence: tuple[float, ...] | None = None   # per draft token, of all `num_drafts`
+    num_context: int = 0                          # known tokens when it was drafted; 0: not told
+
+
+LookFeedback = tuple[int, str, int, int]
+"""(seq_id, drafter, k, num_proposed): a drafter that was looked at first, whose draft of at most `k` tokens was not taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,6 +466,7 @@ class Feedback:
     policy_ms: float = 0.0            # plan, shadow and select of this step, observe of the step before
     drafters: tuple[DrafterFeedback, ...] = ()
     shadows: tuple[ShadowFeedback, ...] = ()   # resolved in this step, whenever they were drafted
+    looks: tuple[LookFeedback, ...] = ()       # of sequences for which another drafter was asked in the end, or nobody
     forecast: Forecast | None = None
     reason: str = ""                  # why the policy last changed what it does, in a few words
 
@@ -489,7 +494,7 @@ class OutputDelta:
 
 
 __all__: SequenceOf[str] = [
-    "Choice", "Draft", "DrafterFeedback", "Feedback", "Forecast", "NO_DRAFT", "OutputDelta", "Request", "RequestSpeculation", "Row",
-    "SamplingParams", "Sequence", "SequenceFeedback", "ShadowFeedback", "SpecDecodeMetrics", "Status", "StepPlan", "TokenLogprobs",
-    "Verdict", "depths_of",
+    "Choice", "Draft", "DrafterFeedback", "Feedback", "Forecast", "LookFeedback", "NO_DRAFT", "OutputDelta", "Request",
+    "RequestSpeculation", "Row", "SamplingParams", "Sequence", "SequenceFeedback", "ShadowFeedback", "SpecDecodeMetrics", "Status",
+    "StepPlan", "TokenLogprobs", "Verdict", "depths_of",
 ]

@@ -101,6 +101,10 @@ def test_each_step_tells_who_drafted_for_whom(engine: Engine) -> None:
         assert {seq.drafter for seq in decoding} <= set(asked)
         assert asked.get(dear, 0) == sum(seq.drafter == dear for seq in decoding)
         assert all(asked[name] == len(decoding) for name in policy.looks if decoding and name in asked)
+        # Each look that was not taken is told, with what it found.
+        assert {(seq_id, name) for seq_id, name, _, _ in feedback.looks} == {
+            (seq.seq_id, name) for seq in decoding for name in policy.looks if name != seq.drafter and name in asked
+        }
     assert all(draft.deterministic and draft.length for draft in policy.offered)
 
 

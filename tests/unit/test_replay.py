@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from headway.errors import ConfigError
 from headway.tune import replay
 from headway.tune.evidence import ENDLESS, HIT, MISS, NONE, Evidence, gather
 from headway.tune.regret import split
-from headway.types import Choice, DrafterFeedback, Feedback, Request, SamplingParams, SequenceFeedback
+from headway.types import (
+    Choice,
+    DrafterFeedback,
+    Feedback,
+    Request,
+    SamplingParams,
+    SequenceFeedback,
+    ShadowFeedback,
+)
 from tests.tiny import tiny_model_dir
 
 Row = tuple[int, int, int, int, int, int]   # seq_id, num_context, k, proposed, verified, accepted
@@ -64,6 +73,51 @@ def test_codes_say_where_the_drafter_is_right_wrong_or_has_nothing() -> None:
     assert (sequence.num_prompt, sequence.num_output) == (50, 13)
     limits = sequence.drafts["ngram"].limits
     assert [limits[at] for at in (1, 4, 7, 8)] == [ENDLESS, 2, 0, ENDLESS]
+
+
+def test_what_was_looked_at_and_not_taken_tells_as_much_as_what_was_verified() -> None:
+    trace = trace_of([(1, 50, 0, 0, 0, 0)], [(1, 51, 0, 0, 0, 0)], [(1, 52, 0, 0, 0, 0)], *[[(1, 53 + i, 0, 0, 0, 0)] for i in range(4)])
+    told: dict[int, dict[str, Any]] = {
+        1: {"looks": ((1, "ngram", 4, 3),)},                              # three tokens from position 1 on
+        3: {"looks": ((1, "ngram", 4, 0),)},
+        4: {"shadows": (ShadowFeedback(1, "ngram", 0, 3, 1, (0.5, 0.4, 0.3), 51),)},  # the first of the three was right
+    }
+    steps = tuple(replace(step, feedback=replace(step.feedback, **told.get(i, {}))) for i, step in enumerate(trace.steps))
+    evidence = gather(Trace(trace.header, steps))
+    assert codes(evidence)[1:4] == [HIT, MISS, NONE]
+    ngram = evidence.sequences[0].drafts["ngram"]
+    assert (ngram.limits[1], ngram.limits[3]) == (3, 0)
+    assert ngram.confidence[1] == (0.5, 0.4, 0.3)
+    assert evidence.known["ngram"] == 3 / 7
+
+
+def test_looks_are_decided_again() -> None:
+    """Half of the positions can be copied, and a second drafter is asked for the others."""
+    rows, context = [[(1, 50, 0, 0, 0, 0)]], 51
+    for i in range(60):
+        rows.append([(1, context, 4, 4, 4, 4)] if i % 2 else [(1, context, 4, 0, 0, 0)])
+        context += 5 if i % 2 else 1
+    trace = trace_of(*rows)
+    steps = []
+    for step in trace.steps:   # the same positions, where the network has two right
+        seen = [ShadowFeedback(1, "eagle", 0, 4, 2, None, seq.num_context) for seq in step.feedback.sequences if seq.k]
+        steps.append(replace(step, feedback=replace(step.feedback, shadows=tuple(seen))))
+    world = replay.World(Trace({"max_k": 4, "drafters": ["eagle", "ngram"]}, tuple(steps)))
+
+    class First(replay.Fixed):
+        def plan(self, view: BatchView) -> Mapping[int, Choice]:
+            return {seq_id: Choice("eagle", 4, (Choice("ngram", 4),)) for seq_id in super().plan(view)}
+
+    drafted: set[str] = set()
+
+    def see(feedback: Feedback) -> None:
+        drafted.update(seq.drafter for seq in feedback.sequences if seq.num_drafts)
+
+    both = replay.run(First("eagle", 4), world, see)
+    alone = [replay.run(replay.Fixed(name, 4), world) for name in ("eagle", "ngram")]
+    assert drafted == {"eagle", "ngram"}
+    assert both.num_tokens == alone[0].num_tokens == alone[1].num_tokens
+    assert both.num_steps < min(outcome.num_steps for outcome in alone)
 
 
 def test_a_draft_of_another_length_is_read_from_the_codes() -> None:

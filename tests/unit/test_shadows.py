@@ -31,7 +31,7 @@ def test_judged_where_the_target_differs() -> None:
     shadows.add(seq, "ngram", Draft([4, 5, 6, 7], confidence=[0.9, 0.8, 0.7, 0.6]), 0)
     assert shadows.waits(7, "ngram")
     assert write(shadows, seq, 4) == ()
-    assert write(shadows, seq, 5, 9) == (ShadowFeedback(7, "ngram", 0, 4, 2, (0.9, 0.8, 0.7, 0.6)),)
+    assert write(shadows, seq, 5, 9) == (ShadowFeedback(7, "ngram", 0, 4, 2, (0.9, 0.8, 0.7, 0.6), 3),)
     assert not shadows.waits(7, "ngram")
     assert write(shadows, seq, 6) == ()
 
@@ -39,14 +39,14 @@ def test_judged_where_the_target_differs() -> None:
 def test_a_draft_that_held_to_its_end() -> None:
     shadows, seq = Shadows(), make([1])
     shadows.add(seq, "ngram", Draft([4, 5]), 0)
-    assert write(shadows, seq, 4, 5, 6) == (ShadowFeedback(7, "ngram", 0, 2, 2),)
+    assert write(shadows, seq, 4, 5, 6) == (ShadowFeedback(7, "ngram", 0, 2, 2, num_context=1),)
 
 
 def test_the_tail_counts_only_after_its_head_was_accepted() -> None:
     shadows, seq = Shadows(), make([1])
     shadows.add(seq, "ngram", Draft([4, 5, 6]), 1)
     assert write(shadows, seq, 4, 5) == ()
-    assert write(shadows, seq, 9) == (ShadowFeedback(7, "ngram", 1, 3, 1),)
+    assert write(shadows, seq, 9) == (ShadowFeedback(7, "ngram", 1, 3, 1, num_context=1),)
     shadows.add(seq, "ngram", Draft([4, 5, 6]), 1)
     assert write(shadows, seq, 8) == ()
     assert not shadows.waits(7, "ngram")
@@ -56,9 +56,9 @@ def test_an_ended_sequence_cuts_the_draft() -> None:
     shadows, seq = Shadows(), make([1])
     shadows.add(seq, "ngram", Draft([4, 5, 6]), 0)
     shadows.add(seq, "suffix", Draft([9]), 0)
-    assert write(shadows, seq, 4) == (ShadowFeedback(7, "suffix", 0, 1, 0),)
+    assert write(shadows, seq, 4) == (ShadowFeedback(7, "suffix", 0, 1, 0, num_context=1),)
     shadows.stop(7)
-    assert shadows.resolved() == (ShadowFeedback(7, "ngram", 0, 1, 1),)
+    assert shadows.resolved() == (ShadowFeedback(7, "ngram", 0, 1, 1, num_context=1),)
     shadows.add(seq, "ngram", Draft([4]), 0)
     shadows.stop(7)   # nothing was written: nothing to say
     assert shadows.resolved() == ()
@@ -68,7 +68,7 @@ def test_nothing_to_propose_is_an_answer() -> None:
     shadows, seq = Shadows(), make([1])
     shadows.add(seq, "ngram", Draft([]), 0)
     assert not shadows.waits(7, "ngram")
-    assert shadows.resolved() == (ShadowFeedback(7, "ngram", 0, 0, 0),)
+    assert shadows.resolved() == (ShadowFeedback(7, "ngram", 0, 0, 0, num_context=1),)
 
 
 def test_sampled_drafts_are_not_shadowed() -> None:

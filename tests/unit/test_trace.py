@@ -25,7 +25,7 @@ FEEDBACK = Feedback(
     sequences=(SequenceFeedback(7, "suffix", 4, 4, 3, 2, 100, (0.5, 0.25, 0.125)), SequenceFeedback(9, "none", 0, 0, 0, 0, 40)),
     num_prefill_tokens=11, num_tokens=16, num_context_tokens=151, draft_ms=0.25, verify_ms=10.5, step_ms=11.125, num_rows=3, num_waiting=6,
     policy_ms=0.125, reason="edge", forecast=Forecast(10.0, 3.5, 8.0), drafters=(DrafterFeedback("suffix", 2, 4, 0, 4, 0.25),),
-    shadows=(ShadowFeedback(9, "ngram", 0, 3, 1, (0.5, 0.25, 0.125)),),
+    shadows=(ShadowFeedback(9, "ngram", 0, 3, 1, (0.5, 0.25, 0.125), 38),), looks=((7, "ngram", 4, 2),),
 )
 VIEW = BatchView(
     step=3,
@@ -133,8 +133,8 @@ def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
         (1, changed(k=[]), "line 2: the columns differ in length: .*k 0"),
         (1, changed(num_accepted=[3]), "line 2: needs num_accepted <= num_drafts"),
         (1, changed(drafter=[4]), "line 2: drafter must be a name, got 4"),
-        (1, changed(forecast=[1.0]), "line 2: drafting, shadows or forecast"),
-        (1, changed(shadows=[[1, "ngram"]]), "line 2: drafting, shadows or forecast"),
+        (1, changed(forecast=[1.0]), "line 2: drafting, shadows, looks or forecast"),
+        (1, changed(shadows=[[1, "ngram"]]), "line 2: drafting, shadows, looks or forecast"),
     ],
 )
 def test_a_foreign_or_damaged_file_is_named(tmp_path: Path, line: int, text: str, message: str) -> None:

@@ -55,6 +55,8 @@ class Step:
 
         prices  [1 + k] tokens that verifying so many drafts of one request costs
         """
+        if not self.nets:
+            return {}
         best: dict[int, tuple[float, str]] = {}
         for draft in drafts:
             promise = net_of(by_name[draft.drafter].reach(draft), prices)

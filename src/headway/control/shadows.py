@@ -52,7 +52,7 @@ class Shadows:
                 return
             draft = draft.spine()
         if not draft.tokens:
-            self._resolved.append(ShadowFeedback(seq.seq_id, drafter, 0, 0, 0))
+            self._resolved.append(ShadowFeedback(seq.seq_id, drafter, 0, 0, 0, num_context=len(seq.token_ids)))
         elif draft.probs is None and len(draft) > num_verified and not self.waits(seq.seq_id, drafter):
             shadow = _Shadow(drafter, draft, num_verified, num_verified, len(seq.token_ids) + num_verified)
             self._live.setdefault(seq.seq_id, []).append(shadow)
@@ -100,5 +100,5 @@ class Shadows:
             confidence = shadow.draft.confidence
             self._resolved.append(ShadowFeedback(
                 seq_id, shadow.drafter, shadow.num_verified, num_drafts, shadow.next - shadow.num_verified,
-                None if confidence is None else tuple(confidence[:num_drafts]),
+                None if confidence is None else tuple(confidence[:num_drafts]), shadow.position - shadow.next,
             ))  # fmt: skip

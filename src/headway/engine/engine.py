@@ -340,6 +340,7 @@ class Engine:
             policy_ms=(clock.deciding + self._observe_s) * 1e3,
             drafters=tuple(proposed.drafting),
             shadows=self._shadows.resolved(),
+            looks=tuple(proposed.looks),
             forecast=self.policy.forecast if self.policy else None,
             reason=self.policy.reason if self.policy else "",
         )

@@ -13,7 +13,7 @@ from headway.control.policy import BatchView, DraftView, Policy
 from headway.control.shadows import Shadows
 from headway.drafters.drafter import Drafter, DraftRequest, keep_all
 from headway.engine.scheduler import Scheduler
-from headway.types import Choice, Draft, DrafterFeedback, Row
+from headway.types import Choice, Draft, DrafterFeedback, LookFeedback, Row
 from headway.types import Sequence as Written
 
 
@@ -23,6 +23,7 @@ class Proposed:
 
     drafts: list[Draft | None]
     drafting: list[DrafterFeedback] = field(default_factory=list)
+    looks: list[LookFeedback] = field(default_factory=list)
     deciding_s: float = 0.0
 
 
@@ -89,7 +90,9 @@ class Proposer:
                     row.drafter, row.k = look.drafter, look.k
                     found.drafts[i] = draft if draft.tokens else None
                     settled.add(i)
-                elif draft.tokens:
+                    continue
+                found.looks.append((row.seq.seq_id, look.drafter, look.k, len(draft)))
+                if draft.tokens:
                     self._shadows.add(row.seq, look.drafter, draft, 0)
         return settled
 

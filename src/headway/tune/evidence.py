@@ -8,6 +8,9 @@ was asked for, of which v were verified and a accepted, says:
     p + n               NONE   when everything it proposed was accepted and n < k: it has nothing to propose there
     everything else     UNKNOWN
 
+A draft that was compared with what the target wrote instead of being verified says the same, from where it was drafted on; a drafter
+that was looked at and had nothing to propose says NONE.
+
 Unknown positions are filled with draws from the trace's own statistics: how often each code follows each other code. So one trace, recorded
 at any k, can be decided again at another one. Assumed: whether a drafter is right at a position does not depend on where its draft
 began. That is nearly true for drafters that look the text up, and a model for the others.
@@ -23,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.control.trace import Trace
-from headway.types import SequenceFeedback
+from headway.types import SequenceFeedback, ShadowFeedback
 
 UNKNOWN, MISS, HIT, NONE = -1, 0, 1, 2
 ENDLESS = 1 << 20   # a drafter that was not seen to run out
@@ -84,6 +87,16 @@ def gather(trace: Trace, seed: int = 0) -> Evidence:
             if seq.k > 0:
                 marks.setdefault((seq.seq_id, seq.drafter), _Marks()).see(position, seq)
                 drafted.setdefault(seq.drafter)
+        at = {seq.seq_id: seq.num_context for seq in step.feedback.sequences}
+        for seq_id, drafter, k, num_proposed in step.feedback.looks:
+            if seq_id in at:
+                marks.setdefault((seq_id, drafter), _Marks()).limit(at[seq_id] - recorded[seq_id].num_prompt, num_proposed, k)
+                drafted.setdefault(drafter)
+        for shadow in step.feedback.shadows:
+            if shadow.num_context and shadow.seq_id in recorded and shadow.num_drafts:
+                mark = marks.setdefault((shadow.seq_id, shadow.drafter), _Marks())
+                mark.see_shadow(shadow.num_context - recorded[shadow.seq_id].num_prompt, shadow)
+                drafted.setdefault(shadow.drafter)
     sequences = sorted(recorded.values(), key=lambda record: (record.first, record.seq_id))
     ends: list[int] = []
     for record in sequences:
@@ -112,9 +125,25 @@ class _Marks:
             self.codes[position + seq.num_accepted] = MISS
         elif seq.num_drafts == seq.num_proposed < seq.k:
             self.codes[position + seq.num_proposed] = NONE
-        self.limits[position] = seq.num_proposed if seq.num_proposed < seq.k else ENDLESS
+        self.limit(position, seq.num_proposed, seq.k)
         if seq.confidence is not None:
             self.confidence[position] = seq.confidence
+
+    def limit(self, position: int, num_proposed: int, k: int) -> None:
+        """How long the draft is that begins here, when it is asked for `k` tokens."""
+        self.limits[position] = num_proposed if num_proposed < k else ENDLESS
+        if num_proposed == 0:
+            self.codes[position] = NONE
+
+    def see_shadow(self, position: int, shadow: ShadowFeedback) -> None:
+        first = position + shadow.num_verified
+        self.codes.update(dict.fromkeys(range(first, first + shadow.num_confirmed), HIT))
+        if shadow.num_verified + shadow.num_confirmed < shadow.num_drafts:
+            self.codes[first + shadow.num_confirmed] = MISS
+        if shadow.num_verified == 0:
+            self.limits.setdefault(position, shadow.num_drafts)
+        if shadow.confidence is not None:
+            self.confidence.setdefault(position, shadow.confidence)
 
 
 def _fill(name: str, sequences: Iterable[Recorded], marks: dict[tuple[int, str], _Marks], random: np.random.Generator) -> float:

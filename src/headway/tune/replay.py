@@ -15,7 +15,7 @@ from headway.control.trace import Trace
 from headway.drafters.drafter import DraftRequest, apply_keep
 from headway.errors import ConfigError
 from headway.tune.evidence import Evidence, Recorded, gather
-from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, SequenceFeedback, ShadowFeedback
+from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, LookFeedback, SequenceFeedback, ShadowFeedback
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 DEFAULT_BUDGET = 512
@@ -176,7 +176,7 @@ def _step(policy: Policy, world: World, live: list[_Live], num_waiting: int, out
     before = [seq.num_context for seq in decoding]
     wishes, watched = policy.plan(view), policy.shadow(view)
     prefill, sampled = _prefill(live, world.token_budget - len(decoding))
-    drafts, drafting, shadows = _look(policy, world, view, decoding, wishes)
+    drafts, drafting, shadows, looks = _look(policy, world, view, decoding, wishes)
     asked, made = _draft(policy, world, [seq for seq in decoding if seq.record.seq_id not in drafts], wishes, watched)
     drafts, drafting = drafts | asked, drafting + made
     verified = _select(policy, view, drafts)
@@ -207,7 +207,7 @@ def _step(policy: Policy, world: World, live: list[_Live], num_waiting: int, out
     out.num_steps += 1
     return Feedback(
         out.num_steps, tuple(sequences), prefill, num_tokens, context, draft_ms, rest, rest + draft_ms, num_rows, num_waiting,
-        drafters=tuple(drafting), shadows=tuple(shadows), forecast=policy.forecast, reason=policy.reason,
+        drafters=tuple(drafting), shadows=tuple(shadows), looks=tuple(looks), forecast=policy.forecast, reason=policy.reason,
     )
 
 
@@ -237,8 +237,8 @@ _Proposal = tuple[str, int, int, int, tuple[float, ...] | None]   # drafter, k, 
 
 def _look(
     policy: Policy, world: World, view: BatchView, decoding: Sequence[_Live], wishes: Mapping[int, Choice]
-) -> tuple[dict[int, _Proposal], list[DrafterFeedback], list[ShadowFeedback]]:
-    """The drafts of those that are looked at first, as far as they are taken; what looking costs; and what was not taken, judged."""
+) -> tuple[dict[int, _Proposal], list[DrafterFeedback], list[ShadowFeedback], list[LookFeedback]]:
+    """The drafts of those that are looked at first, as far as they are taken; what looking costs; what was not taken, judged and told."""
     looks: dict[int, dict[str, _Proposal]] = {}
     costs = []
     for name in world.evidence.drafters:
@@ -250,14 +250,13 @@ def _look(
             draft_ms = world.costs.predict_draft(name, len(ks), max(ks.values()))
             costs.append(DrafterFeedback(name, len(ks), max(ks.values()), 0, sum(looks[seq_id][name][2] for seq_id in ks), draft_ms))
     if not looks:
-        return {}, [], []
+        return {}, [], [], []
     found = [(seq_id, each) for seq_id, mine in looks.items() for each in mine.values() if each[2]]
     taken = policy.take([DraftView(seq_id, name, length, True, told) for seq_id, (name, _, length, _, told) in found], view)
-    left = [
-        ShadowFeedback(seq_id, name, 0, length, right, told)
-        for seq_id, (name, _, length, right, told) in found if taken.get(seq_id) != name
-    ]  # fmt: skip
-    return {seq_id: mine[taken[seq_id]] for seq_id, mine in looks.items() if taken.get(seq_id) in mine}, costs, left
+    drafts = {seq_id: mine[taken[seq_id]] for seq_id, mine in looks.items() if taken.get(seq_id) in mine}
+    left = [(seq_id, each) for seq_id, mine in looks.items() for each in mine.values() if drafts.get(seq_id) is not each]
+    judged = [ShadowFeedback(seq_id, name, 0, length, right, told) for seq_id, (name, _, length, right, told) in left if length]
+    return drafts, costs, judged, [(seq_id, name, k, length) for seq_id, (name, k, length, _, _) in left]
 
 
 def _first(wishes: Mapping[int, Choice], seq: _Live) -> tuple[Choice, ...]:
