@@ -334,13 +334,12 @@ def test_a_cheap_drafter_that_lies_does_not_keep_the_dear_one_from_drafting() ->
     def textures(step: int, request: int) -> Mapping[str, Texture]:
         return {"suffix": Texture(0.6, 8, 0.05, lambda rate: 0.95), "eagle": Texture(1.0, 16, 0.65)}
 
-    for num_requests in (1, 8):
-        alone, both = (
-            run(Goodput(), World(num_requests, textures, cost=gpu, drafters=drafters), 500)
-            for drafters in ({"eagle": HEAD}, {"eagle": HEAD, **COPIER})
-        )
-        assert both.rate() >= 0.96 * alone.rate()
-        assert both.rate(150) >= 0.97 * alone.rate(150)
+    def reached(num_requests: int, drafters: Mapping[str, DrafterCost]) -> float:
+        worlds = [World(num_requests, textures, cost=gpu, drafters=drafters, seed=seed) for seed in range(4)]
+        return sum(run(Goodput(), world, 400).rate() for world in worlds)
+
+    assert reached(1, {"eagle": HEAD, **COPIER}) >= 0.94 * reached(1, {"eagle": HEAD})
+    assert reached(8, {"eagle": HEAD, **COPIER}) >= 0.97 * reached(8, {"eagle": HEAD})
 
 
 def test_of_two_cheap_drafters_the_better_draft_is_taken() -> None:

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from headway.control.allocation import FEW
 from headway.control.candidate import Candidate
 from headway.control.policy import DraftView, SequenceView
 from headway.types import Choice
@@ -58,8 +61,7 @@ class Step:
         if not self.nets:
             return {}
         best: dict[int, tuple[float, str]] = {}
-        for draft in drafts:
-            promise = net_of(by_name[draft.drafter].reach(draft), prices)
+        for draft, promise in zip(drafts, promises(drafts, by_name, prices), strict=True):
             if promise > best.get(draft.seq_id, (0.0, ""))[0]:
                 best[draft.seq_id] = promise, draft.drafter
         nothing = 0.0, self.cheap[0].name
@@ -96,6 +98,20 @@ class Step:
             num_left[dear.name] = num_left.get(dear.name, 0) + 1
         for name, planned in num_planned.items():
             by_name[name].reached.observe(num_left.get(name, 0) / planned)
+
+
+def promises(drafts: Sequence[DraftView], by_name: Mapping[str, Candidate], prices: Sequence[float]) -> list[float]:
+    """[n] what `net_of` says of each draft; in arrays where there are many."""
+    if sum([draft.length for draft in drafts]) <= FEW:
+        return [net_of(by_name[draft.drafter].reach(draft), prices) for draft in drafts]
+    found = [0.0] * len(drafts)
+    for name in {draft.drafter for draft in drafts}:
+        mine = [i for i, draft in enumerate(drafts) if draft.drafter == name]
+        reached = np.cumsum(by_name[name].values([drafts[i] for i in mine]), axis=1)
+        net = (reached - np.array(prices[1 : reached.shape[1] + 1])).max(axis=1).tolist()
+        for i, promise in zip(mine, net, strict=True):
+            found[i] = max(0.0, promise)
+    return found
 
 
 def net_of(values: Sequence[float], prices: Sequence[float]) -> float:

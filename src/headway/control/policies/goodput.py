@@ -56,6 +56,7 @@ REST_STEPS = 6           # steps decided at once when nobody is worth asking: th
 HOLD_STEPS = 4           # steps for which it stays decided who is asked, while the batch is the same
 STAY = 0.1               # bonus of the drafter a request has, as a share of what it is worth
 NEXT_TO_NOTHING = 0.1    # tokens: a drafter whose draft costs no more is looked at before another one is asked
+LITTLE = 0.25            # of what the dearest drafter costs: one of nearly the same price competes with it, one of less is looked at first
 STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
 RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before a drafter is switched on again
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -155,16 +156,16 @@ class Goodput(Policy):
         )  # fmt: skip
 
     def _cheap(self, step: Step) -> list[Candidate]:
-        """Drafters whose draft is a function of the prefix, costs next to nothing and is worth that."""
+        """Drafters whose draft is a function of the prefix, costs next to nothing, little against another's, and is worth that."""
         if len(self._drafters) == 1:
             return []
-        found = []
-        for drafter in self._drafters:
-            if drafter.deterministic and not drafter.account.off and drafter.is_priced:
-                price = step.rate * sum(drafter.prices(step.number)[:2])
-                if price <= NEXT_TO_NOTHING and (drafter.is_new or drafter.worth.pool > price):
-                    found.append(drafter)
-        return found
+        prices = [step.rate * sum(drafter.prices(step.number)[:2]) for drafter in self._drafters]
+        most = min(NEXT_TO_NOTHING, LITTLE * max(prices))
+        return [
+            drafter for drafter, price in zip(self._drafters, prices, strict=True)
+            if drafter.deterministic and not drafter.account.off and drafter.is_priced
+            and price <= most and (drafter.is_new or drafter.worth.pool > price)
+        ]  # fmt: skip
 
     def _decide(self, step: Step, able: list[SequenceView], ids: list[int]) -> None:
         """Who is asked for how many drafts, and who is only watched. What is no probe holds for some steps."""
