@@ -414,12 +414,12 @@ def test_loads_that_end_are_a_whole_run_each_round(tmp_path: Path, monkeypatch: 
 
 def test_engines_share_one_model_and_write_the_same(tmp_path: Path) -> None:
     directory = str(tiny_model_dir(tmp_path, "llama"))
-    config = EngineConfig(model=directory, max_num_seqs=4, profile=False, block_size=16, kv_cache_memory_bytes=1 << 22)
+    config = EngineConfig(model=directory, dtype="float32", max_num_seqs=4, profile=False, block_size=16, kv_cache_memory_bytes=1 << 22)
     found = sweep_run.engines(config, {"off": None, "ngram-k2": {"method": "ngram", "num_speculative_tokens": 2, "policy": "static"}})
     plain, drafting = found.values()
     assert plain.model is drafting.model
     assert plain.runner.cache is not drafting.runner.cache
-    load = LoadOptions(output_len=12, concurrency=2)
+    load = LoadOptions(output_len=64, concurrency=2)   # long enough for so small a model to repeat itself
     prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 9, 9, 9, 9]]
     flows = [flow.Flow(engine, load, [*prompts, [1, 2, 3], [4, 4, 4]]) for engine in (plain, drafting)]
     runs = [each.turn(1) for each in flows for _ in range(2)]
