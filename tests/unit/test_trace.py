@@ -168,7 +168,7 @@ def test_the_engine_writes_every_step(tmp_path: Path) -> None:
     directory = tiny_model_dir(tmp_path)
     engine = Engine(EngineConfig(
         model=str(directory), dtype="float32", kv_cache_memory_bytes=1 << 22, trace=str(tmp_path / "t"),
-        speculative=SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3}),
+        speculative=SpeculativeConfig.parse({"method": "ngram", "num_speculative_tokens": 3, "policy": "static"}),
     ))
     for i in range(2):
         engine.add(Request(f"r{i}", [5, 6, 7] * 5, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)))
