@@ -41,7 +41,7 @@ SHADOW_ROWS = 8
 
 SHADOW_INTERVAL = 16
 IDLE_INTERVAL = 64
-"""Steps between looks, while drafting and while nothing is drafted."""
+"""Steps between looks, while drafting and while nothing is drafted: of a sequence, and of any while no exit pays for anybody."""
 
 FORGET = 0.8
 """What evidence is worth one look later."""
@@ -98,6 +98,8 @@ class LayerSkip(ChainDrafter):
         self.exit = int(self.exits[0])
         self._contexts: dict[int, _Context] = {}
         self._everyone = _Context(np.zeros(len(self.exits)))
+        self._idle = False   # no exit paid for anybody when it was asked last
+        self._wait = 0       # steps until another look, then
 
     # -- the network ----------------------------------------------------------------------------------------------
 
@@ -120,6 +122,7 @@ class LayerSkip(ChainDrafter):
         self._look([context for context in contexts if context.seen is not None])
         plan = self._plan(contexts, [request.k for request in requests])
         self.exit = plan.exit
+        self._idle = not any(plan.lengths)
         drafts = [Draft([]) for _ in requests]
         going = [i for i, length in enumerate(plan.lengths) if length > 0]
         asked = [_shortened(requests[i], plan.lengths[i]) for i in going]
@@ -132,13 +135,15 @@ class LayerSkip(ChainDrafter):
     def commit(self, committed: Sequence[Committed]) -> None:
         """Keeps the last hidden states of a prompt, and those of a step now and then, until the next drafts are asked for."""
         super().commit(committed)
+        self._wait = max(0, self._wait - 1) if self._idle else 0
         for c in committed:
-            if c.hidden is None or c.num_new == 0:
+            if c.hidden is None or c.num_new == 0 or self._wait:
                 continue
             context = self._contexts.get(c.seq_id)
             written = len(c.token_ids) - c.num_prompt_tokens
             if written == c.num_new or (context is not None and context.due <= 0):
                 self._remember(c, is_prompt=written == c.num_new)
+                self._wait = IDLE_INTERVAL if self._idle else 0
 
     def stop(self, seq_id: int) -> None:
         super().stop(seq_id)

@@ -12,7 +12,11 @@
 #else
 #define MAX_ROWS 5              // half a panel at a time: MAX_ROWS x 2 accumulators, of 16 registers
 #endif
+#if defined(__AVX512BF16__)
 #define FEW_ROWS 5              // so few leave the CPU's own prefetcher ahead of the arithmetic: fetching the next panel as well only disturbs it
+#else
+#define FEW_ROWS 1
+#endif
 #define WORTH_A_THREAD 16384    // elements
 #define UPPER ((int32_t)0xffff0000)
 
