@@ -37,10 +37,6 @@ if os.environ.get("HEADWAY_SANITIZE"):
 
 
 class BuildKernels(build_ext):
-    def initialize_options(self) -> None:
-        super().initialize_options()
-        self.parallel = os.cpu_count()
-
     def get_ext_filename(self, fullname: str) -> str:
         """Without Python's suffix: one build serves every Python."""
         return fullname.replace(".", "/") + ".so"
