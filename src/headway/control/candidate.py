@@ -92,10 +92,21 @@ class Candidate:
 
     def book(self, feedback: Feedback, verified: Sequence[SequenceFeedback], verify_ms: float, plain_ms: float) -> None:
         """What it has brought and cost in a step while it is new; a verified token costs `verify_ms`."""
-        drafting = sum([part.draft_ms for part in feedback.drafters if part.drafter == self.name])
+        drafting = self.drafting_ms(feedback)
         spent = drafting + verify_ms * sum([seq.num_drafts for seq in verified])
         saved = sum([seq.num_accepted for seq in verified]) / max(1, len(feedback.sequences))
         self.trial.book(saved, spent / plain_ms, feedback.step)
+
+    def drafting_ms(self, feedback: Feedback) -> float:
+        """What its drafts of a step took. While it is new, reading prompts is left out: it is paid once, and before anything came back."""
+        parts = [part for part in feedback.drafters if part.drafter == self.name]
+        if not self.is_new:
+            return sum([part.draft_ms for part in parts])
+        return sum([
+            min(part.draft_ms, self._costs.predict_draft(self.name, part.num_rows, part.num_steps))
+            if part.num_catch_up > part.num_rows * self.max_k else part.draft_ms
+            for part in parts
+        ])  # fmt: skip
 
     # -- prices ---------------------------------------------------------------------------------------------------
 

@@ -431,7 +431,7 @@ class Goodput(Policy):
             if drafter.account.off or step.hurried or not (name in drafts or name in drafting):
                 continue
             share = drafts.get(name, 0) / max(1, num_drafts)
-            spent = drafting.get(name, 0.0) / step.plain_ms + beyond * share
+            spent = drafter.drafting_ms(feedback) / step.plain_ms + beyond * share
             if drafter.account.observe(accepted.get(name, 0) / num_rows, spent, num_rows, feedback.step):
                 drafter.worth.restart(0.0)
                 self._held.until = 0
