@@ -410,10 +410,8 @@ class Goodput(Policy):
             self._speedup.observe(step.plain_ms / feedback.step_ms, min(20.0, feedback.step_ms / step.plain_ms))
             return
         self._deciding.observe(min(feedback.policy_ms, 0.1 * step.plain_ms))
-        drafting: dict[str, float] = {}
-        for part in feedback.drafters:
-            drafting[part.drafter] = drafting.get(part.drafter, 0.0) + part.draft_ms
-        rest = max(1e-3, feedback.step_ms - sum(drafting.values()))
+        drafting = {part.drafter for part in feedback.drafters}
+        rest = max(1e-3, feedback.step_ms - sum([part.draft_ms for part in feedback.drafters]))
         num_rows = len(feedback.sequences)
         drafts = {name: sum([seq.num_drafts for seq in mine]) for name, mine in verified.items()}
         accepted = {name: sum([seq.num_accepted for seq in mine]) for name, mine in verified.items()}
