@@ -196,7 +196,7 @@ class EngineConfig:
     model: str = option("smollm2-135m", "a built-in name, a local Hugging Face directory, a GGUF file, or a hub id")
     dtype: str = option("auto", "weights and K/V cache; auto: the fastest on this device", choices=DTYPES)
     quantization: str | None = option(
-        None, "int8: weights as 8-bit integers, up to twice as fast at few requests; changes the output a little (CPU with AVX-512)",
+        None, "int8: weights as 8-bit integers, up to twice as fast at few requests; changes the output a little (CPU with AVX2)",
         choices=QUANTIZATIONS,
     )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto")

@@ -275,7 +275,6 @@ def test_attention_refuses_what_it_was_not_planned_for(library: native.Library) 
 def test_linear(
     library: native.Library, num_tokens: int, size_in: int, size_out: int, bias: bool, kind: str, strided: bool, int8: bool, seed: int
 ) -> None:
-    int8 = int8 and library.linear_int8
     size_in = -(-size_in // 16) * 16 if int8 else size_in
     if not library.linear_panel:
         assert not ops.can_pack(library, torch.zeros(64, 64, dtype=torch.bfloat16))
@@ -304,7 +303,7 @@ def test_linear(
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_row_of_a_product_does_not_depend_on_its_company(library: native.Library, int8: bool) -> None:
-    if not (library.linear_int8 if int8 else library.linear_panel):
+    if not library.linear_panel:
         pytest.skip("no packed product for this instruction set")
     linear = ops.PackedLinear(library, torch.randn(192, 144).to(torch.bfloat16), int8=int8)
     x = torch.randn(37, 144).to(torch.bfloat16)
@@ -315,7 +314,7 @@ def test_a_row_of_a_product_does_not_depend_on_its_company(library: native.Libra
 
 def test_int8_weights_at_their_limits(library: native.Library) -> None:
     """The largest sums fit, an output of zeros stays zero, and what is not a number stays that."""
-    if not library.linear_int8:
+    if not library.linear_panel:
         pytest.skip("no packed product for this instruction set")
     size_in = 8960
     weight = torch.ones(64, size_in, dtype=torch.bfloat16)

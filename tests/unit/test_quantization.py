@@ -20,7 +20,7 @@ from tests.tiny import tiny_model_dir
 
 SIZES = {"intermediate_size": 128, "vocab_size": 320}
 library = native.library()
-needs_kernels = pytest.mark.skipif(library is None or not library.linear_int8, reason="no int8 products on this CPU")
+needs_kernels = pytest.mark.skipif(library is None or not library.linear_panel, reason="no int8 products on this CPU")
 
 
 def logits_of(model: Decoder, token_ids: list[int]) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_speculation_and_batches_do_not_change_a_token(tmp_path: Path) -> None:
 def test_refused_where_nothing_multiplies_it(tmp_path: Path) -> None:
     directory = str(tiny_model_dir(tmp_path, vocab_size=300))   # 300 outputs are no whole panels, float32 is no bf16
     for dtype in ("bfloat16", "float32"):
-        with pytest.raises(ModelError, match="int8 weights need a CPU with AVX-512"):
+        with pytest.raises(ModelError, match="int8 weights need a CPU with AVX2"):
             load_model(directory, dtype=dtype, device="cpu", quantization="int8")
     with pytest.raises(ConfigError, match=r"unknown quantization 'int4'.*int8"):
         EngineConfig(quantization="int4")

@@ -105,10 +105,10 @@ class NativePass:
         last, normed, logits = (torch.empty(num, width, dtype=torch.bfloat16) for width in (hidden, hidden, self.width))
         best, confidence = torch.empty(num_passes, num, dtype=torch.int64), torch.empty(num_passes, num)
         read, predicting = array("q", token_ids), array("q", picked)
-        stack, _scratch = self._stack.arguments(x, len(cache.layers), plan, cache)
-        quantised = max((product.scratch(num_tokens) for product in self._products), key=torch.Tensor.numel)
-        if quantised.numel() > _scratch[-1].numel():
-            stack.quantised = quantised.data_ptr()
+        stack, beside = self._stack.arguments(x, len(cache.layers), plan, cache)
+        scratch = max((product.scratch(num_tokens) for product in self._products), key=torch.Tensor.numel)
+        if scratch.numel() > beside[-1].numel():
+            stack.scratch = scratch.data_ptr()
         following = self._follow(num, cache) if num_passes > 1 else None
         args.stack, args.token_ids, args.picked = ctypes.addressof(stack), read.buffer_info()[0], predicting.buffer_info()[0]
         args.positions = plan.positions.data_ptr() if self._wiring.mask_first else None

@@ -66,7 +66,7 @@ def _pack(weight: Tensor, bias: Tensor | None, gated: bool = False, int8: bool =
         return ops.PackedLinear(library, weight, bias, gated, int8)
     if int8:
         raise ModelError(
-            "int8 weights need a CPU with AVX-512, the compiled kernels, dtype bfloat16, and layers of a multiple of 64 outputs and "
+            "int8 weights need a CPU with AVX2, the compiled kernels, dtype bfloat16, and layers of a multiple of 64 outputs and "
             f"16 inputs; here: {weight.dtype} {tuple(weight.shape)} on {weight.device}, kernels: {native.choose().reason}"
         )
     return None

@@ -29,7 +29,7 @@ class _LayerRecord(ctypes.Structure):
 class StackArgs(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("layers", "pages", "rotate", "attention", "entered", "x", "normed", "qkv", "attended", "inner")),
-        ("quantised", _P), ("outputs", _P),
+        ("scratch", _P), ("outputs", _P),
         *((name, _I64) for name in ("num_layers", "num_tokens", "hidden", "qkv_size", "q_size", "inner_size", "enter_size")),
         ("num_threads", ctypes.c_int32), ("eps", ctypes.c_float),
     )
@@ -85,17 +85,17 @@ class NativeStack:
         inner_size = self.gate_up.size_out // 2
         qkv = x.new_empty(num_tokens, self.qkv.size_out // self.head_dim, self.head_dim)
         normed, attended, inner = torch.empty_like(x), x.new_empty(num_tokens, self.o.size_in), x.new_empty(num_tokens, inner_size)
-        quantised = max((p.scratch(num_tokens) for p in (self.qkv, self.o, self.gate_up, self.down)), key=torch.Tensor.numel)
+        scratch = max((p.scratch(num_tokens) for p in (self.qkv, self.o, self.gate_up, self.down)), key=torch.Tensor.numel)
         attention, rotate = plan.arguments(qkv, cache.layers[0])
         args = StackArgs(
             layers=ctypes.addressof(self._records), pages=ctypes.addressof(cache.pointers),
             rotate=ctypes.addressof(rotate), attention=ctypes.addressof(attention),
             x=x.data_ptr(), normed=normed.data_ptr(), qkv=qkv.data_ptr(), attended=attended.data_ptr(), inner=inner.data_ptr(),
-            quantised=quantised.data_ptr(),
+            scratch=scratch.data_ptr(),
             num_layers=num_layers, num_tokens=num_tokens, hidden=hidden, qkv_size=self.qkv.size_out, q_size=self.o.size_in,
             inner_size=inner_size, num_threads=torch.get_num_threads(), eps=self.eps,
         )
-        return args, (qkv, normed, attended, inner, quantised)
+        return args, (qkv, normed, attended, inner, scratch)
 
 
 def _packed(layer: Layer, name: str) -> PackedLinear:

@@ -45,7 +45,6 @@ class Library:
         self._dll.plan.restype = None
         self.bf16_pack: int = self._dll.bf16_pack()
         self.linear_panel: int = self._dll.linear_panel()
-        self.linear_int8 = bool(self._dll.linear_int8())
         self.linear_expands = bool(self._dll.linear_expands())
         self.tile_rows: int = self._dll.tile_rows()
         self.max_head_dim: int = self._dll.max_head_dim()

@@ -39,7 +39,7 @@ typedef struct {
 } draft_args;
 
 static void multiply(const draft_args *a, const bf16 *x, const product *w, bf16 *y, int64_t num_tokens, int64_t in, int64_t out) {
-    linear_args args = {.x = x, .weight = w->weight, .scales = w->scales, .scratch = a->stack->quantised, .bias = w->bias, .y = y, .num_tokens = num_tokens,
+    linear_args args = {.x = x, .weight = w->weight, .scales = w->scales, .scratch = a->stack->scratch, .bias = w->bias, .y = y, .num_tokens = num_tokens,
                         .in = in, .out = out, .stride = in, .num_threads = a->num_threads};
     linear_bf16(&args);
 }

@@ -10,12 +10,15 @@
 #if defined(__AVX512F__)
 #define MAX_ROWS 12             // tokens at a time: MAX_ROWS x 2 accumulators in registers
 #else
-#define MAX_ROWS 5              // half a panel at a time: MAX_ROWS x 2 accumulators, of 16 registers
+#define MAX_ROWS 5              // MAX_ROWS x 2 accumulators, of 16 registers
+#define WHOLE_PANEL 3           // rows: so many x 4 accumulators
 #endif
 #if defined(__AVX512BF16__)
 #define FEW_ROWS 5              // so few leave the CPU's own prefetcher ahead of the arithmetic: fetching the next panel as well only disturbs it
-#else
+#elif defined(__AVX512F__)
 #define FEW_ROWS 1
+#else
+#define FEW_ROWS 0
 #endif
 #define WORTH_A_THREAD 16384    // elements
 #define UPPER ((int32_t)0xffff0000)
@@ -23,14 +26,6 @@
 EXPORT int linear_panel(void) {
 #if defined(MULTIPLIES)
     return PANEL;
-#else
-    return 0;
-#endif
-}
-
-EXPORT int linear_int8(void) {
-#if defined(__AVX512BW__)
-    return 1;
 #else
     return 0;
 #endif
@@ -101,34 +96,48 @@ INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, 
     for (int r = 0; r < rows; r++) finish(a, acc[r][0], acc[r][1], first + r, column);
 }
 #else
-INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+// What follows is loaded again: x kept in registers would put sums into memory.
+#define LOAD_AGAIN __asm__ volatile("" ::: "memory")
+
+// With few rows a whole panel at a time, so that memory is read in one stream; with more, there are registers for half of it.
+INLINE void multiply_part(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, const int rows, const int begin,
+                          const int count, float (*sums)[PANEL]) {
     const int64_t units = a->in / 2;
     const __m256i upper = _mm256_set1_epi32(UPPER);
     const float *x[MAX_ROWS];
-    float sums[MAX_ROWS][PANEL];
-    for (int r = 0; r < rows; r++) x[r] = (const float *)a->scratch + (first + r) * a->in;
-    for (int half = 0; half < 2; half++) {
-        __m256 acc[MAX_ROWS][2];
-        for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-        for (int64_t u = 0; u < units; u++) {
-            const bf16 *at = panel + u * 2 * PANEL + half * PANEL;
-            if (u < num_next) __builtin_prefetch(next + u * 2 * PANEL + half * PANEL, 0, 2);
-            const __m256i w0 = _mm256_loadu_si256((const __m256i *)(const void *)at), w1 = _mm256_loadu_si256((const __m256i *)(const void *)(at + 16));
-            const __m256 even0 = _mm256_castsi256_ps(_mm256_slli_epi32(w0, 16)), odd0 = _mm256_castsi256_ps(_mm256_and_si256(w0, upper));
-            const __m256 even1 = _mm256_castsi256_ps(_mm256_slli_epi32(w1, 16)), odd1 = _mm256_castsi256_ps(_mm256_and_si256(w1, upper));
-            for (int r = 0; r < rows; r++) {
-                const __m256 even = _mm256_broadcast_ss(x[r] + 2 * u), odd = _mm256_broadcast_ss(x[r] + 2 * u + 1);
-                acc[r][0] = _mm256_fmadd_ps(even0, even, acc[r][0]);
-                acc[r][1] = _mm256_fmadd_ps(even1, even, acc[r][1]);
-                acc[r][0] = _mm256_fmadd_ps(odd0, odd, acc[r][0]);
-                acc[r][1] = _mm256_fmadd_ps(odd1, odd, acc[r][1]);
+    __m256 acc[MAX_ROWS][PANEL / 8];
+    for (int r = 0; r < rows; r++) {
+        x[r] = (const float *)a->scratch + (first + r) * a->in;
+        for (int v = 0; v < count; v++) acc[r][v] = _mm256_setzero_ps();
+    }
+    for (int64_t u = 0; u < units; u++) {
+        const bf16 *at = panel + u * 2 * PANEL + begin * 16;
+        if (u < num_next) {
+            for (int v = 0; v < count; v += 2) __builtin_prefetch(next + u * 2 * PANEL + (begin + v) * 16, 0, 2);
+        }
+        for (int v = 0; v < count; v += 2) {
+            for (int odd = 0; odd < 2; odd++) {
+                const __m256i w0 = _mm256_loadu_si256((const __m256i *)(const void *)(at + v * 16));
+                const __m256i w1 = _mm256_loadu_si256((const __m256i *)(const void *)(at + v * 16 + 16));
+                const __m256 first_w = _mm256_castsi256_ps(odd ? _mm256_and_si256(w0, upper) : _mm256_slli_epi32(w0, 16));
+                const __m256 second_w = _mm256_castsi256_ps(odd ? _mm256_and_si256(w1, upper) : _mm256_slli_epi32(w1, 16));
+                for (int r = 0; r < rows; r++) {
+                    const __m256 of_x = _mm256_broadcast_ss(x[r] + 2 * u + odd);
+                    acc[r][v] = _mm256_fmadd_ps(first_w, of_x, acc[r][v]);
+                    acc[r][v + 1] = _mm256_fmadd_ps(second_w, of_x, acc[r][v + 1]);
+                }
+                LOAD_AGAIN;
             }
         }
-        for (int r = 0; r < rows; r++) {
-            _mm256_storeu_ps(sums[r] + half * LANES, acc[r][0]);
-            _mm256_storeu_ps(sums[r] + half * LANES + 8, acc[r][1]);
-        }
     }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < count; v++) _mm256_storeu_ps(sums[r] + (begin + v) * 8, acc[r][v]);
+}
+
+INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+    float sums[MAX_ROWS][PANEL];
+    const int count = rows <= WHOLE_PANEL ? 4 : 2;
+    for (int begin = 0; begin < PANEL / 8; begin += count) multiply_part(a, panel, next, num_next, first, rows, begin, count, sums);
     for (int r = 0; r < rows; r++) finish(a, load_f32(sums[r]), load_f32(sums[r] + LANES), first + r, column);
 }
 #endif
@@ -147,7 +156,18 @@ static void expand(void *context, int64_t token) {
 }
 #endif
 
-#if defined(__AVX512BW__)
+// The same with int8 weights and what quantise made of x: integers, so exact whatever the order, until the two scales are applied.
+INLINE void finish_int8(const linear_args *a, ivec first, ivec second, int64_t token, int64_t column) {
+    const float scale = ((const float *)a->scratch)[token];
+    finish(a, __builtin_convertvector(first, vec) * (load_f32(a->scales + column) * scale),
+           __builtin_convertvector(second, vec) * (load_f32(a->scales + column + LANES) * scale), token, column);
+}
+
+INLINE const int16_t *quantised(const linear_args *a, int64_t token) {
+    return (const int16_t *)((const float *)a->scratch + a->num_tokens) + token * a->in;
+}
+
+#if defined(__AVX512F__)
 INLINE ivec add_products(ivec sum, __m512i x, __m512i w) {
 #if defined(__AVX512VNNI__)
     return (ivec)_mm512_dpwssd_epi32((__m512i)sum, x, w);
@@ -156,15 +176,12 @@ INLINE ivec add_products(ivec sum, __m512i x, __m512i w) {
 #endif
 }
 
-// The same with int8 weights and what quantise made of x: integers, so exact whatever the order, until the two scales are applied.
 INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const int8_t *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
     const int64_t units = a->in / 2;
-    const float *x_scales = a->scratch;
-    const int16_t *quantised = (const int16_t *)(x_scales + a->num_tokens);
     const char *x[MAX_ROWS];
     ivec acc[MAX_ROWS][2];
     for (int r = 0; r < rows; r++) {
-        x[r] = (const char *)(quantised + (first + r) * a->in);
+        x[r] = (const char *)quantised(a, first + r);
         acc[r][0] = acc[r][1] = (ivec){0};
     }
     int64_t u = 0;
@@ -184,11 +201,55 @@ INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const int8_
     }
     for (; u < units; u++) { STEP }
 #undef STEP
-    const vec scale0 = load_f32(a->scales + column), scale1 = load_f32(a->scales + column + LANES);
+    for (int r = 0; r < rows; r++) finish_int8(a, acc[r][0], acc[r][1], first + r, column);
+}
+#else
+INLINE void multiply_part_int8(const linear_args *a, const int8_t *panel, const int8_t *next, int64_t num_next, int64_t first, const int rows,
+                               const int begin, const int count, ivec (*sums)[2]) {
+    const int64_t units = a->in / 2;
+    const char *x[MAX_ROWS];
+    __m256i acc[MAX_ROWS][PANEL / 8];
     for (int r = 0; r < rows; r++) {
-        const float scale = x_scales[first + r];
-        finish(a, __builtin_convertvector(acc[r][0], vec) * (scale0 * scale), __builtin_convertvector(acc[r][1], vec) * (scale1 * scale), first + r, column);
+        x[r] = (const char *)quantised(a, first + r);
+        for (int v = 0; v < count; v++) acc[r][v] = _mm256_setzero_si256();
     }
+    for (int64_t u = 0; u < units; u++) {
+        if (begin == 0 && u < num_next) __builtin_prefetch(next + u * 2 * PANEL, 0, 2);
+        for (int v = 0; v < count; v += 2) {
+            const int8_t *at = panel + u * 2 * PANEL + (begin + v) * 16;
+            const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)at));
+            const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)(at + 16)));
+            for (int r = 0; r < rows; r++) {
+                int32_t bits;
+                memcpy(&bits, x[r] + 4 * u, sizeof bits);
+                const __m256i pair = _mm256_set1_epi32(bits);
+                acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pair, w0));
+                acc[r][v + 1] = _mm256_add_epi32(acc[r][v + 1], _mm256_madd_epi16(pair, w1));
+            }
+            LOAD_AGAIN;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < count; v++) _mm256_storeu_si256((__m256i *)(void *)sums[r] + begin + v, acc[r][v]);
+}
+
+INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const int8_t *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+    ivec sums[MAX_ROWS][2];
+    const int count = rows <= WHOLE_PANEL ? 4 : 2;
+    for (int begin = 0; begin < PANEL / 8; begin += count) multiply_part_int8(a, panel, next, num_next, first, rows, begin, count, sums);
+    for (int r = 0; r < rows; r++) finish_int8(a, sums[r][0], sums[r][1], first + r, column);
+}
+#endif
+
+// To the nearest integers; what is not in [-32768, 32767] becomes the nearer end.
+INLINE void store_rounded(int16_t *to, vec x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)x)));
+#else
+    union { vec all; __m256 half[2]; } in = {x};
+    const __m256i whole = _mm256_packs_epi32(_mm256_cvtps_epi32(in.half[0]), _mm256_cvtps_epi32(in.half[1]));   // by quarters: 0, 2, 1, 3
+    _mm256_storeu_si256((__m256i *)(void *)to, _mm256_permute4x64_epi64(whole, 0xd8));
+#endif
 }
 
 // One token's x as 16-bit integers and their scale. As large as 32-bit sums of `in` products with int8 allow: 14 bits and a sign at 576 inputs, 10 at 8,960.
@@ -211,12 +272,9 @@ static void quantise(void *context, int64_t token) {
     const float found = max_of(largest), inverse = found > 0 ? limit / found : 0;
     x_scales[token] = any ? NAN : found / limit;
     for (int64_t i = 0; i < a->in; i += LANES) {
-        const __m512i whole = _mm512_cvtps_epi32((__m512)(load_bf16(x + i) * inverse));
-        _mm256_storeu_si256((__m256i *)(void *)(to + i), _mm512_cvtsepi32_epi16(whole));
+        store_rounded(to + i, load_bf16(x + i) * inverse);
     }
 }
-
-#endif
 
 // One stream of panels per thread, but several where there are many panels: threads then finish together even if one is held up.
 static int64_t tasks_for(const linear_args *a) {
@@ -235,12 +293,11 @@ INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
             const int64_t from = units * g / groups, share = units * (g + 1) / groups - from;
             const int64_t num_next = size == 2 && a->num_tokens <= FEW_ROWS ? 0 : share;
             const void *fetched = next + from * 2 * PANEL * size;
-#if defined(__AVX512BW__)
 #define CASE(R) case R: if (size == 1) { multiply_int8(a, (const int8_t *)panel, fetched, num_next, first, p * PANEL, R); } \
                         else { multiply(a, (const bf16 *)(const void *)panel, fetched, num_next, first, p * PANEL, R); } break;
+#if defined(__AVX512F__)
             switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) }
 #else
-#define CASE(R) case R: multiply(a, (const bf16 *)(const void *)panel, fetched, num_next, first, p * PANEL, R); break;
             switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) }
 #endif
 #undef CASE
@@ -249,18 +306,14 @@ INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
 }
 
 static void bf16_task(void *context, int64_t task) { some_panels(context, task, 2); }
-#if defined(__AVX512BW__)
 static void int8_task(void *context, int64_t task) { some_panels(context, task, 1); }
-#endif
 
 EXPORT void linear_bf16(linear_args *a) {
     void (*task)(void *, int64_t) = bf16_task, (*prepare)(void *, int64_t) = NULL;
 #if !defined(__AVX512BF16__)
     prepare = expand;
 #endif
-#if defined(__AVX512BW__)
     if (a->scales) { prepare = quantise; task = int8_task; }
-#endif
     if (prepare) run_parallel(prepare, a, a->num_tokens, a->num_tokens * a->in < WORTH_A_THREAD ? 1 : a->num_threads);
     run_parallel(task, a, tasks_for(a), a->num_threads);
 }

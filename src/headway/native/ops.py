@@ -148,7 +148,7 @@ def can_pack(library: Library, weight: Tensor, int8: bool = False) -> bool:
     """Whether linear.c takes this weight [out, in] on this CPU."""
     panel = library.linear_panel
     return bool(
-        panel and (library.linear_int8 or not int8) and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
+        panel and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
         and weight.shape[0] % (2 * panel) == 0 and weight.shape[1] % (LANES if int8 else 2) == 0 and weight.numel()
     )
 

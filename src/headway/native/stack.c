@@ -10,7 +10,7 @@ static void normalise(const stack_args *a, const bf16 *weight) {
 }
 
 static void multiply(const stack_args *a, const bf16 *x, const product *w, bf16 *residual, bf16 *y, int64_t in, int64_t out, int gated) {
-    linear_args args = {.x = x, .weight = w->weight, .scales = w->scales, .scratch = a->quantised, .bias = w->bias, .residual = residual, .y = y, .num_tokens = a->num_tokens, .in = in, .out = out,
+    linear_args args = {.x = x, .weight = w->weight, .scales = w->scales, .scratch = a->scratch, .bias = w->bias, .residual = residual, .y = y, .num_tokens = a->num_tokens, .in = in, .out = out,
                         .stride = in, .num_threads = a->num_threads, .gated = gated};
     linear_bf16(&args);
 }

@@ -18,7 +18,7 @@ typedef struct {
     const bf16 *entered;            // what the first layer's attention reads instead of its normed input, [num_tokens][enter_size]; NULL: nothing
     bf16 *x;                        // [num_tokens][hidden], in and out
     bf16 *normed, *qkv, *attended, *inner;  // scratch: [num_tokens][hidden], [qkv_size], [q_size], [inner_size]
-    void *quantised;                // scratch of linear_args for the widest input, or NULL
+    void *scratch;                  // scratch of linear_args for the widest input, or NULL
     bf16 *const *outputs;           // [num_layers]: where a copy of each layer's output goes, [num_tokens][hidden], or NULL; NULL: nowhere
     int64_t num_layers, num_tokens, hidden, qkv_size, q_size, inner_size, enter_size;
     int32_t num_threads;
