@@ -20,7 +20,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,9 @@ class _Watched(Full):
         super().__init__(engines, cell, prompts, first_round)
         self._costs = {name: Costs(engine) for name, engine in engines.items()}
 
-    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Run:
+    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Generator[None, None, Run]:
         self._costs[name].take()
-        run = super().measure(name, number, on_step)
+        run = yield from super().measure(name, number, on_step)
         stats = run.speculation
         run.extra.update(
             acceptance_by_position=stats.conditional_acceptance, judged_by_position=stats.num_reached_per_pos,

@@ -272,15 +272,17 @@ def test_drift_says_how_long_each_switch_took(tmp_path: Path, monkeypatch: pytes
 
 
 def test_series_has_slices_of_equally_many_steps() -> None:
-    metrics = SimpleNamespace(num_sampling_rows=0, num_verified_drafts=0)
+    metrics = SimpleNamespace(num_sampling_rows=0, num_verified_drafts=0, step_ms=0.0)
     series = Series(SimpleNamespace(metrics=metrics))   # type: ignore[arg-type]
     for step in range(1000):
         metrics.num_sampling_rows += 2
+        metrics.step_ms += 4.0
         metrics.num_verified_drafts += 6 if step >= 500 else 0
         series.observe()
     found = series.to_json()
     assert len(found["k"]) == sweep_run.SERIES_LEN
     assert (found["k"][0], found["k"][-1]) == (0.0, 3.0)
+    assert found["t_s"][-1] == 4.0
     assert set(found["batch"]) == {2.0}
     assert Series(SimpleNamespace(metrics=metrics)).to_json()["k"] == []   # type: ignore[arg-type]
 
@@ -443,6 +445,21 @@ def test_time_stands_still_between_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run.summary()["tpot_ms"]["p99"] == 1000.0
     with pytest.raises(ValueError, match="no prompt is left"):
         paused.turn(3)
+
+
+def test_a_slow_spell_hits_all_who_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal engines; the machine is four times slower for 40 seconds of 200."""
+    machine = Machine(monkeypatch, seconds=0.25)
+    load = LoadOptions(output_len=20, concurrency=2)
+    flows = {name: flow.Flow(engine, load, [[index] for index in range(20)]) for name, engine in machine.engines(["a", "b"]).items()}
+
+    def weather() -> None:
+        machine.seconds = 1.0 if 20.0 < machine.now < 60.0 else 0.25
+
+    runs = flow.in_slices({name: each.slices(16, weather) for name, each in flows.items()})
+    a, b = (run.summary()["output_tokens_per_s"] for run in runs.values())
+    assert a < 0.8 * 2 / 0.25   # it was hit
+    assert 0.95 < a / b < 1.05
 
 
 def test_engines_divide_what_memory_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

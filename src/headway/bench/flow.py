@@ -2,19 +2,22 @@
 
 A load that starts and ends leaves places empty at its end, until its slowest request is done: of a few requests that is most of the time,
 and a request that got ahead then gains nothing. Here the next request starts whenever one ends, turn after turn, and a turn measures what
-was written in it with all places taken. Time stands still between turns.
+was written in it with all places taken. A turn is given in slices, so that others can have theirs in between: a machine that is slow for
+some seconds is slow for all of them. Time stands still between turns and between slices.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from headway.bench import throughput
 from headway.bench.arrivals import Arrivals
 from headway.bench.records import LoadOptions, Record, Run, hash_outputs
 from headway.engine.engine import Engine
 from headway.types import SpecDecodeMetrics
+
+SLICE_S = 0.5   # seconds: the caches that another engine emptied are full again after a step
 
 
 class Flow:
@@ -38,13 +41,22 @@ class Flow:
 
         Raises InvalidRequestError when a prompt cannot be served, ValueError when there are not enough of them to keep all places taken.
         """
+        return in_slices({"": self.slices(num_requests, on_step)})[""]
+
+    def slices(self, num_requests: int, on_step: Callable[[], None] | None = None) -> Generator[None, None, Run]:
+        """The same, stopping every SLICE_S."""
         before, num_tokens = self.engine.metrics.snapshot(), 0
         ended: list[Record] = []
         stats = SpecDecodeMetrics()
         self._away += time.perf_counter() - self._paused_at
-        start = self._now()
+        start = begun = self._now()
         self._due += num_requests
         while not num_tokens or len(self.outputs) < self._due:
+            if self._now() - begun >= SLICE_S:
+                paused_at = time.perf_counter()
+                yield
+                self._away += time.perf_counter() - paused_at
+                begun = self._now()
             self._fill()
             for delta in self.engine.step():
                 record = self._running[delta.request_id]
@@ -83,3 +95,16 @@ class Flow:
 
     def _now(self) -> float:
         return time.perf_counter() - self._away
+
+
+def in_slices(turns: Mapping[str, Generator[None, None, Run]]) -> dict[str, Run]:
+    """All of them to their ends, a slice of each in turn."""
+    ended: dict[str, Run] = {}
+    while len(ended) < len(turns):
+        for name, turn in turns.items():
+            if name not in ended:
+                try:
+                    next(turn)
+                except StopIteration as end:
+                    ended[name] = end.value
+    return ended

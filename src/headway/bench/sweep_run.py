@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from headway.bench import throughput
-from headway.bench.flow import Flow
+from headway.bench.flow import Flow, in_slices
 from headway.bench.records import LoadOptions, Run, hash_outputs
 from headway.bench.recovery import StepLog, recoveries
 from headway.bench.sweep import OFF, Cell, SweepOptions, cells, is_static
@@ -47,17 +47,17 @@ class Series:
 
     def __init__(self, engine: Engine) -> None:
         self._metrics = engine.metrics
-        self._start = time.perf_counter()
+        self._start_ms = engine.metrics.step_ms
         self._points: list[tuple[float, int, int]] = []
         self.observe()
 
     def observe(self) -> None:
         """After each step."""
         m = self._metrics
-        self._points.append((time.perf_counter() - self._start, m.num_sampling_rows, m.num_verified_drafts))
+        self._points.append(((m.step_ms - self._start_ms) / 1e3, m.num_sampling_rows, m.num_verified_drafts))
 
     def to_json(self) -> dict[str, list[float]]:
-        """t_s: the end of each slice; k: drafts verified per sequence and step in it; batch: sequences that wrote, per step."""
+        """t_s: each slice's end, seconds of step; k: drafts verified per sequence and step in it; batch: sequences that wrote, per step."""
         steps = len(self._points) - 1
         ends = sorted({round(steps * i / min(SERIES_LEN, max(1, steps))) for i in range(min(SERIES_LEN, max(1, steps)) + 1)})
         series: dict[str, list[float]] = {"t_s": [], "k": [], "batch": []}
@@ -142,8 +142,8 @@ class Turns:
         self.engines = engines
         self._compared: set[int] = set()
 
-    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Run:
-        """What one engine makes of round `number`."""
+    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Generator[None, None, Run]:
+        """What one engine makes of round `number`; stops where another one may go on."""
         raise NotImplementedError
 
     def outputs(self, name: str) -> Mapping[int, str]:
@@ -176,13 +176,12 @@ class Full(Turns):
         phase_len = int(cell.load.workload.partition(":")[2]) if cell.load.workload.startswith("drift:") else None
         self._logs = {} if phase_len is None else {name: StepLog(engine, phase_len) for name, engine in engines.items()}
         self._num_told = 0   # switches that were reported
-        for name in engines:
-            self._turn(name, cell.lead_in, lambda: None)
+        in_slices({name: self._turn(name, cell.lead_in, lambda: None) for name in engines})
 
-    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Run:
+    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Generator[None, None, Run]:
         return self._turn(name, self._size, on_step)
 
-    def _turn(self, name: str, num_requests: int, on_step: Callable[[], None]) -> Run:
+    def _turn(self, name: str, num_requests: int, on_step: Callable[[], None]) -> Generator[None, None, Run]:
         log = self._logs.get(name)
 
         def observe() -> None:
@@ -190,7 +189,7 @@ class Full(Turns):
             if log is not None:
                 log.observe()
 
-        return self._flows[name].turn(num_requests, observe)
+        return self._flows[name].slices(num_requests, observe)
 
     def outputs(self, name: str) -> Mapping[int, str]:
         return self._flows[name].outputs
@@ -218,10 +217,11 @@ class Whole(Turns):
         self._load, self._prompts = load, prompts
         self._outputs: dict[str, dict[int, str]] = {name: {} for name in engines}
 
-    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Run:
+    def measure(self, name: str, number: int, on_step: Callable[[], None]) -> Generator[None, None, Run]:
         size = self._load.num_prompts
         run = throughput.run(self.engines[name], self._prompts[number * size : (number + 1) * size], self._load, on_step=on_step)
         self._outputs[name].update(enumerate([hash_outputs([record.output]) for record in run.records], start=number * size))
+        yield from ()   # whole: nobody else in between
         return run
 
     def outputs(self, name: str) -> Mapping[int, str]:
@@ -276,13 +276,16 @@ class Sweep:
     def _round(self, turns: Turns, cell: Cell, number: int) -> list[dict[str, Any]]:
         names = list(self.engines)
         first = number % len(names)
+        order = (*names[first:], *names[:first])
+        series = {name: Series(self.engines[name]) for name in order}
+        before = {name: self.engines[name].metrics.snapshot() for name in order}
+        runs = in_slices({name: turns.measure(name, number, series[name].observe) for name in order})
         found: dict[str, dict[str, Any]] = {}
-        for name in (*names[first:], *names[:first]):
-            series, before = Series(self.engines[name]), self.engines[name].metrics.snapshot()
-            summary = turns.measure(name, number, series.observe).summary()
+        for name in order:
+            summary = runs[name].summary()
             found[name] = {
                 "cell": cell.name, "configuration": name, "round": number, **{key: summary[key] for key in self.kept if key in summary},
-                "series": series.to_json(), "accounts": accounts(before, self.engines[name]),
+                "series": series[name].to_json(), "accounts": accounts(before[name], self.engines[name]),
             }  # fmt: skip
             self.advance(1, f"{cell.name} {name}")
         for name, more in turns.compare().items():
