@@ -17,17 +17,20 @@
 #include "parallel.h"
 
 #define CHUNK 256
+#define TILE 24
 #define MAX_HEAD_DIM 256
 #define MAX_NODES 128       // of a tree
 #if defined(__AVX512F__)
-#define TILE 24
-#define ROWS 6      // query vectors at a time: ROWS x KEYS accumulators in registers
+#define ROWS 6      // query vectors at a time: ROWS x KEYS x REGS accumulators in registers
 #define KEYS 4      // vectors of 16 keys, or of 16 dimensions of the values, at a time
+#elif defined(__AVX2__)
+#define ROWS 6
+#define KEYS 1
 #else
-#define TILE 24
 #define ROWS 2
 #define KEYS 1
 #endif
+#define REGS (LANES / REG_LANES)
 
 #define IMPLEMENTATION "attention_impl.h"
 #include "each_type.h"

@@ -8,10 +8,10 @@ typedef uint32_t NAME(unit);                    // two bf16: dimensions (2i, 2i 
 typedef __m512bh NAME(operand);
 #else
 typedef float NAME(unit);
-#define BROADCAST(u) splat(u)
-#define FETCH(p) LOAD(p)
+#define BROADCAST(u) ((u) - (reg){0})
+#define FETCH(p) REG_LOAD(p)
 #define MULTIPLY_ADD(acc, u, v) ((acc) + (u) * (v))
-typedef vec NAME(operand);
+typedef reg NAME(operand);
 #endif
 
 typedef struct {
@@ -30,50 +30,51 @@ typedef struct {
 // score[r][16 * t ...] = q[r] . keys of tile t, for `rows` queries and `tiles` tiles. What lies `ahead` is fetched in the order of memory: the
 // tiles themselves are read side by side, which a CPU's own prefetcher follows badly.
 INLINE void NAME(score_block)(const NAME(unit) (*q)[MAX_HEAD_DIM / PACK], const ELEMENT *const *keys, float (*score)[CHUNK], int units, size_t ahead, int rows, int tiles) {
-    vec acc[ROWS][KEYS];
-    for (int r = 0; r < rows; r++) for (int t = 0; t < tiles; t++) acc[r][t] = (vec){0};
+    const int parts = tiles * REGS;
+    reg acc[ROWS][KEYS * REGS];
+    for (int r = 0; r < rows; r++) for (int i = 0; i < parts; i++) acc[r][i] = (reg){0};
     int tile = 0, line = 0;
     for (int u = 0; u < units; u++) {
-        NAME(operand) k[KEYS];
+        NAME(operand) k[KEYS * REGS];
         const ELEMENT *later = keys[tile] + (size_t)line * LANES * PACK + ahead;
-        for (int t = 0; t < tiles; t++) {
-            k[t] = FETCH(keys[t] + (size_t)u * LANES * PACK);
-            __builtin_prefetch(later + (size_t)t * LANES * PACK, 0, 2);
-        }
+        for (int t = 0; t < tiles; t++) __builtin_prefetch(later + (size_t)t * LANES * PACK, 0, 2);
+        for (int i = 0; i < parts; i++) k[i] = FETCH(keys[i / REGS] + (size_t)u * LANES * PACK + i % REGS * REG_LANES);
         line += tiles;
         if (line >= units) { line -= units; tile++; }
         for (int r = 0; r < rows; r++) {
             NAME(operand) x = BROADCAST(q[r][u]);
-            for (int t = 0; t < tiles; t++) acc[r][t] = MULTIPLY_ADD(acc[r][t], x, k[t]);
+            for (int i = 0; i < parts; i++) acc[r][i] = MULTIPLY_ADD(acc[r][i], x, k[i]);
         }
     }
-    for (int r = 0; r < rows; r++) for (int t = 0; t < tiles; t++) store_f32(&score[r][t * LANES], acc[r][t]);
+    for (int r = 0; r < rows; r++) for (int i = 0; i < parts; i++) reg_store_f32(&score[r][i * REG_LANES], acc[r][i]);
 }
 
 // acc[r][16 * d ...] += weight[r] . values, for `rows` queries, `dims` vectors of dimensions, `units` (pairs of) tokens of one block
 INLINE void NAME(value_block)(const NAME(unit) (*weight)[CHUNK / PACK], const ELEMENT *values, float (*out)[MAX_HEAD_DIM], int units, int stride, ptrdiff_t ahead, int rows, int dims) {
-    vec acc[ROWS][KEYS];
-    for (int r = 0; r < rows; r++) for (int d = 0; d < dims; d++) acc[r][d] = load_f32(&out[r][d * LANES]);
+    const int parts = dims * REGS;
+    reg acc[ROWS][KEYS * REGS];
+    for (int r = 0; r < rows; r++) for (int i = 0; i < parts; i++) acc[r][i] = reg_load_f32(&out[r][i * REG_LANES]);
     for (int u = 0; u < units; u++, values += stride) {
-        NAME(operand) v[KEYS];
-        for (int d = 0; d < dims; d++) {
-            v[d] = FETCH(values + (size_t)d * LANES * PACK);
-            __builtin_prefetch(values + (size_t)d * LANES * PACK + ahead, 0, 2);
-        }
+        NAME(operand) v[KEYS * REGS];
+        for (int d = 0; d < dims; d++) __builtin_prefetch(values + (size_t)d * LANES * PACK + ahead, 0, 2);
+        for (int i = 0; i < parts; i++) v[i] = FETCH(values + (size_t)i * REG_LANES * PACK);
         for (int r = 0; r < rows; r++) {
             NAME(operand) w = BROADCAST(weight[r][u]);
-            for (int d = 0; d < dims; d++) acc[r][d] = MULTIPLY_ADD(acc[r][d], w, v[d]);
+            for (int i = 0; i < parts; i++) acc[r][i] = MULTIPLY_ADD(acc[r][i], w, v[i]);
         }
     }
-    for (int r = 0; r < rows; r++) for (int d = 0; d < dims; d++) store_f32(&out[r][d * LANES], acc[r][d]);
+    for (int r = 0; r < rows; r++) for (int i = 0; i < parts; i++) reg_store_f32(&out[r][i * REG_LANES], acc[r][i]);
 }
 
 // Constant row and vector counts, so that the accumulators stay in registers.
 #if ROWS == 6
 #define BY_ROWS(call, n) switch (n) { case 1: call(1); break; case 2: call(2); break; case 3: call(3); break; case 4: call(4); break; case 5: call(5); break; default: call(6); }
-#define BY_KEYS(call, r, n) switch (n) { case 1: call(r, 1); break; case 2: call(r, 2); break; case 3: call(r, 3); break; default: call(r, 4); }
 #else
 #define BY_ROWS(call, n) switch (n) { case 1: call(1); break; default: call(2); }
+#endif
+#if KEYS == 4
+#define BY_KEYS(call, r, n) switch (n) { case 1: call(r, 1); break; case 2: call(r, 2); break; case 3: call(r, 3); break; default: call(r, 4); }
+#else
 #define BY_KEYS(call, r, n) call(r, 1)
 #endif
 
@@ -309,6 +310,7 @@ static void NAME(move_task)(void *context, int64_t layer) {
 #undef NAME
 #undef ELEMENT
 #undef LOAD
+#undef REG_LOAD
 #undef STORE
 #undef PACK
 #undef BROADCAST

@@ -3,6 +3,7 @@
 #define NAME(x) x##_f32
 #define ELEMENT f32
 #define LOAD load_f32
+#define REG_LOAD reg_load_f32
 #define STORE store_f32
 #define PACK 1
 #include IMPLEMENTATION
@@ -10,6 +11,7 @@
 #define NAME(x) x##_f16
 #define ELEMENT f16
 #define LOAD load_f16
+#define REG_LOAD reg_load_f16
 #define STORE store_f16
 #define PACK 1
 #include IMPLEMENTATION
@@ -17,6 +19,7 @@
 #define NAME(x) x##_bf16
 #define ELEMENT bf16
 #define LOAD load_bf16
+#define REG_LOAD reg_load_bf16
 #define STORE store_bf16
 #if defined(__AVX512BF16__)
 #define PACK 2

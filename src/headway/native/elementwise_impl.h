@@ -115,5 +115,6 @@ static void NAME(argmax_task)(void *context, int64_t row) {
 #undef NAME
 #undef ELEMENT
 #undef LOAD
+#undef REG_LOAD
 #undef STORE
 #undef PACK

@@ -19,6 +19,15 @@ typedef uint16_t hvec __attribute__((vector_size(32)));
 typedef float vec_u __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t hvec_u __attribute__((vector_size(32), aligned(2), may_alias));
 
+// As wide as a register: loops that keep sums must name them one by one, GCC keeps what is wider in memory.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+typedef float reg __attribute__((vector_size(32)));
+#else
+typedef vec reg;
+#endif
+#define REG_LANES ((int)(sizeof(reg) / sizeof(float)))
+typedef float reg_u __attribute__((vector_size(sizeof(reg)), aligned(4), may_alias));
+
 typedef float f32;
 typedef struct { uint16_t bits; } bf16;
 typedef struct { uint16_t bits; } f16;
@@ -28,7 +37,22 @@ INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec load_f32(const f32 *p) { return *(const vec_u *)p; }
 INLINE void store_f32(f32 *p, vec x) { *(vec_u *)p = x; }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+INLINE reg reg_load_f32(const f32 *p) { return *(const reg_u *)p; }
+INLINE reg reg_load_f16(const f16 *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+INLINE reg reg_load_bf16(const bf16 *p) { return (reg)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16); }
+INLINE vec load_bf16(const bf16 *p) {
+    union { reg half[2]; vec all; } out = {{reg_load_bf16(p), reg_load_bf16(p + REG_LANES)}};
+    return out.all;
+}
+INLINE void reg_store_f32(f32 *p, reg x) { *(reg_u *)p = x; }
+#else
+#define reg_store_f32 store_f32
+#define reg_load_f32 load_f32
+#define reg_load_f16 load_f16
+#define reg_load_bf16 load_bf16
 INLINE vec load_bf16(const bf16 *p) { return (vec)(__builtin_convertvector(*(const hvec_u *)p, uvec) << 16); }
+#endif
 
 // Rounds to nearest even; a NaN stays a NaN.
 INLINE hvec round_bf16(vec x) {
