@@ -147,7 +147,7 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
             name, length, right, told = drafts.get(i, (NO_DRAFT, 0, 0, None))
             verified = min(length, lengths.get(i, length))
             accepted = min(right, verified)
-            if accepted == verified < length and (world.deterministic or name in world.copying):
+            if accepted == verified < length and (world.deterministic or world.greedy or name in world.copying):
                 shadows.append(ShadowFeedback(i, name, verified, length, min(right, length) - verified, told))
             k = world.max_k if i in settled else wishes[i].k if i in wishes else 0
             sure = told[:verified] if told else None

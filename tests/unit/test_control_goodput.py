@@ -238,6 +238,27 @@ def test_a_dear_new_drafter_is_tried_within_its_credit() -> None:
     assert run(Goodput(), world, 200).rate() >= 0.96 / 60.0
 
 
+@pytest.mark.parametrize("names", [("eagle",), ("eagle", "suffix")])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_dear_drafter_that_was_given_up_comes_back_when_it_pays(names: tuple[str, ...], seed: int) -> None:
+    """Verifying is dear, copies hold at first and then no longer, and the network is wrong at first and then right."""
+    def textures(step: int, request: int) -> Mapping[str, Texture]:
+        if step < 800:
+            return {"eagle": Texture(1.0, 16, 0.2), "suffix": Texture(0.6, 8, 0.9)}
+        return {"eagle": Texture(1.0, 16, 0.65), "suffix": Texture(0.08, 3, 0.4)}
+
+    costs = {"eagle": DrafterCost(0.6, 0.2, 0.9), "suffix": DrafterCost(0.05, 0.05)}
+    world = World(
+        1, textures, lambda work: 11.0 + 2.8 * work.num_tokens, drafters={name: costs[name] for name in names},
+        deterministic=False, copying=("suffix",), seed=seed,
+    )  # fmt: skip
+    result = run(Goodput(), world, 1300, keep=True)
+    drafted = [feedback.sequences[0].drafter == "eagle" and feedback.sequences[0].num_drafts > 0 for feedback in result.feedback]
+    assert np.mean(drafted[400:800]) < 0.1
+    assert np.mean(drafted[1050:]) > 0.9
+    assert result.rate(400, 800) >= 0.97 / 13.8
+
+
 # -- several drafters ---------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +320,7 @@ def test_a_cheap_drafter_is_looked_at_only_where_a_dear_one_is_asked() -> None:
         return sum(part.drafter == "suffix" for step in feedback for part in step.drafters)
 
     assert num_looks({"eagle": HEAD, **COPIER}) > 270
-    assert num_looks({"eagle": DrafterCost(0.0, 0.02), **COPIER}) < 200
+    assert num_looks(dict.fromkeys(("eagle", "suffix"), DrafterCost(0.0, 0.1))) < 200
 
 
 def here_and_there(share: float, told: Callable[[float], float] = lambda rate: rate) -> Textures:

@@ -149,6 +149,11 @@ class Candidate:
         if np.isfinite(ms):
             self._credit = max(0.0, min(self._credit + ms, max(self._credit, _MOST_SAVED * plain_ms)))
 
+    def look_again(self) -> None:
+        """A shadow draft would have paid: another one is granted. What was read for it need not be read again, and where such drafts are
+        worth nothing few of them would have paid, so that probes cost little more than they may."""
+        self._credit = max(self._credit, self._probe_ms)
+
     @property
     def is_rich(self) -> bool:
         """Another probe is paid for already."""

@@ -201,10 +201,13 @@ class Goodput(Policy):
     def _probe(self, step: Step, able: list[SequenceView], known: list[list[Own]], owner: list[int]) -> None:
         """Tries drafters where they do not seem worth asking, as far as that is affordable. Where cheap ones are looked at, or could be, a
         dear one is tried on what they leave to it."""
-        held, income = self._held, PROBE_SHARE * step.plain_ms / len(self._drafters)
-        cheap = [drafter in step.cheap for drafter in self._drafters]
-        for index, drafter in enumerate(self._drafters):
-            others = [i for i, who in enumerate(owner) if who != index and not (cheap[index] and who != _NOBODY and not cheap[who])]
+        held, cheap = self._held, [drafter in step.cheap for drafter in self._drafters]
+        rest = [
+            [i for i, who in enumerate(owner) if who != index and not (cheap[index] and who != _NOBODY and not cheap[who])]
+            for index in range(len(cheap))
+        ]
+        income = PROBE_SHARE * step.plain_ms / max(1, len(rest) - rest.count([]))
+        for index, (drafter, others) in enumerate(zip(self._drafters, rest, strict=True)):
             unseen = sum([able[i].num_context - 1 - known[index][i].seen for i in others])
             if not drafter.affords(step.number, income, len(others), unseen, self._deciding.value):
                 continue
@@ -445,6 +448,9 @@ class Goodput(Policy):
             for shadow in watched:
                 if (asked := drafter.watched.pop(shadow.seq_id, None)) is not None:
                     gain = max(0.0, shadow.num_confirmed - asked * min(shadow.num_drafts, shadow.num_confirmed + 1))
+                    if drafter.account.off and gain > 0.0:
+                        drafter.look_again()
+                        self._rests_until = self._held.until = 0
                     own = drafter.worth.of(shadow.seq_id)
                     another = shadow.seq_id in self._held.asked and self._held.asked[shadow.seq_id] is not drafter
                     drafter.worth.learn(shadow.seq_id, gain, probed=not another)
