@@ -32,7 +32,7 @@ class Flow:
         self._next = first
         self._running: dict[str, Record] = {}
         self._due = 0                       # requests that were to end by now
-        self._away = 0.0                    # seconds between turns
+        self._away = 0.0                    # seconds in which others had their turns
         self._paused_at = time.perf_counter()
 
     def turn(self, num_requests: int, on_step: Callable[[], None] | None = None) -> Run:
@@ -48,14 +48,14 @@ class Flow:
         before, num_tokens = self.engine.metrics.snapshot(), 0
         ended: list[Record] = []
         stats = SpecDecodeMetrics()
-        self._away += time.perf_counter() - self._paused_at
+        self._resume()
         start = begun = self._now()
         self._due += num_requests
         while not num_tokens or len(self.outputs) < self._due:
             if self._now() - begun >= SLICE_S:
-                paused_at = time.perf_counter()
+                self._paused_at = time.perf_counter()
                 yield
-                self._away += time.perf_counter() - paused_at
+                self._resume()
                 begun = self._now()
             self._fill()
             for delta in self.engine.step():
@@ -92,6 +92,9 @@ class Flow:
             throughput.add(self.engine, request_id, token_ids, self._next, self._lengths.output_len(self._next), self._load)
             self._running[request_id] = Record(len(token_ids), self._now())
             self._next += 1
+
+    def _resume(self) -> None:
+        self._away += time.perf_counter() - self._paused_at
 
     def _now(self) -> float:
         return time.perf_counter() - self._away

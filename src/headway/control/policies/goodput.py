@@ -16,14 +16,15 @@ control/policy.py demands. Drafts that are a function of the prefix are trimmed 
 
 Exploration is paid from a bucket per drafter, together PROBE_SHARE of the time: requests it does not seem to pay for are
 tried again, all at once; where another drafter is at work, with a shadow draft that is not verified. What probes lead to is put back
-into the bucket, so that bursts of copied text pay for finding the next one. What a new drafter may lose: control/trial.py.
+into the bucket, so that bursts of copied text pay for finding the next one. A shadow draft of a drafter that is switched off grants
+another where it would have paid: it then spends PROBE_SHARE over the share of those that would not. New drafters: control/trial.py.
 
 What is decided before drafting holds for HOLD_STEPS while the batch stays the same, and when nobody is worth asking nothing is decided
 for REST_STEPS. The policy's own time has a price, too: when all that asking would gain is less than that, nobody is asked. What is
 known of acceptance and worth outlives a run (`to_json`), as a first guess that the first requests test.
 
 The guard (control/guard.py) compares with a measured counterfactual. Guaranteed, while costs and acceptance change more slowly
-than it remembers (150 steps): time lost against plain decoding is at most about PROBE_SHARE for probes, beyond what they bring, plus
+than it remembers (150 steps): time lost against plain decoding is at most about that for probes, beyond what they bring, plus
 TOLERANCE that counts as noise, plus the policy's own time; and each time a workload turns against a drafter, the loss of the steps until
 its account shows it (20 to 150). Not guaranteed: anything against a workload that flips faster than that.
 """
