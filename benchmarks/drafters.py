@@ -8,10 +8,10 @@
     python benchmarks/drafters.py show FILE  the Markdown tables of a results file
 
 A sweep (`headway bench sweep`) with configurations of its own: one engine each around one loaded target, which answer the same prompts in
-turns; ratios are within a round, their median is shown. With --model TARGET --draft MODEL, `draft_model` and `cascade` take the place of
-`eagle`. The file is rewritten after every round; the same command goes on where it stopped, and leaves out what does not fit the time.
-`sampling` and `acceptance` count only: their files have no times and are the same on a busy machine. `acceptance` and `confidence` ask for
-code (code.jsonl, found from the root of the repository).
+turns; ratios are of totals over rounds, in brackets the least and the greatest within one. With --model TARGET --draft MODEL, `draft_model`
+and `cascade` take the place of `eagle`. The file is rewritten after every round; the same command goes on where it stopped, and leaves out
+what does not fit the time. `sampling` and `acceptance` count only: their files have no times and are the same on a busy machine.
+`acceptance` and `confidence` ask for code (code.jsonl, found from the root of the repository).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def show(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _spread(found: Analysis, cell: str, name: str) -> str:
-    return "-".join(f"{ratio:.2f}" for ratio in found.quartiles(cell, name, sweep.OFF))
+    return "-".join(f"{ratio:.2f}" for ratio in found.spread(cell, name, sweep.OFF))
 
 
 def _details(document: dict[str, Any], name: str, cell: str, runs: list[dict[str, Any]]) -> str:

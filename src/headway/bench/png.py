@@ -7,9 +7,7 @@ from pathlib import Path
 
 from headway.bench.svg import COLORS, GRAY
 from headway.bench.sweep import OFF, is_static
-from headway.bench.sweep_analysis import Analysis
-
-FIGURES = (("output tokens/s", "output_tokens_per_s"), ("TPOT ms, median", "tpot_ms.p50"))
+from headway.bench.sweep_analysis import CURVES, Analysis
 
 
 def write(analysis: Analysis, path: Path) -> bool:
@@ -23,12 +21,12 @@ def write(analysis: Analysis, path: Path) -> bool:
     if not by_workload:
         return False
     figure = Figure(figsize=(5.2 * len(by_workload), 8.0), layout="constrained")
-    axes = figure.subplots(len(FIGURES), len(by_workload), squeeze=False)
+    axes = figure.subplots(len(CURVES), len(by_workload), squeeze=False)
     for column, (workload, cells) in enumerate(by_workload.items()):
-        for row, (label, read) in enumerate(FIGURES):
+        for row, (label, read) in enumerate(CURVES):
             axis = axes[row][column]
             for name in analysis.configurations:
-                points = [(load, analysis.median(cell, name, read)) for load, cell in cells]
+                points = [(load, read(analysis, cell, name)) for load, cell in cells]
                 color = GRAY if name == OFF else COLORS[analysis.configurations.index(name) % len(COLORS)]
                 width, dashes = (1.2 if is_static(name) and name != OFF else 2.4), "--" if name == OFF else "-"
                 axis.plot(*zip(*points, strict=True), dashes, color=color, linewidth=width, marker="o", markersize=3, label=name)

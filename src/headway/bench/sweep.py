@@ -1,10 +1,10 @@
 """What a sweep measures: workload x concurrency x configuration, in rounds; `sweep_run.py` runs it.
 
 A *cell* is a workload at a load. One engine per configuration stays up around one loaded model. In a *round* every engine goes on with the
-cell's load until so many requests have ended, half a second of each in turn; who begins rotates. A figure of a cell is the median over its
-rounds of a ratio within the round: a machine whose speed changes from one moment to the next changes it for both sides. A closed loop stays
-full from round to round (`flow.py`); loads that begin and end (ramp, rollout, poisson) are a whole run each round. Policies go on learning
-from cell to cell, and drafters remember earlier answers, as in a server; no prompt comes twice.
+cell's load until so many requests have ended, half a second of each in turn; who begins rotates. A figure of a cell is a ratio of totals
+over its rounds: a machine whose speed changes from one moment to the next changes it for both sides. A closed loop stays full from round to
+round (`flow.py`); loads that begin and end (ramp, rollout, poisson) are a whole run each round. Policies go on learning from cell to cell,
+and drafters remember earlier answers, as in a server; no prompt comes twice.
 """
 
 from __future__ import annotations

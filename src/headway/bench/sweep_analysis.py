@@ -1,7 +1,10 @@
 """What a sweep says: every configuration against no speculation, against the best static k of each cell, and against each other.
 
-A ratio of a cell is the median over its rounds of the ratio within the round, on the same prompts; its spread are the quartiles. The best
-static k is picked with hindsight, noise included: an oracle no user has.
+The throughput of a configuration in a cell is all tokens of its rounds over all their seconds, in the rounds that every configuration
+has; a ratio is that of two such throughputs. A round of a large batch is a slice of it, in which one engine may read more prompts than
+another: in the sum over rounds that evens out, in the median of a few ratios it does not. The spread of a ratio is the least and the
+greatest of its ratios within rounds; where rounds differ in pace, and engines in what they wrote in which, the ratio may lie outside it.
+The best static k is picked by the same throughput, with hindsight, noise included: an oracle no user has.
 """
 
 from __future__ import annotations
@@ -9,8 +12,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from headway.bench.sweep import OFF, complete_rounds, is_static
 
@@ -21,7 +22,7 @@ TABLE = "batch_table"
 
 
 class Analysis:
-    """Medians and ratios over the complete rounds of a sweep's document."""
+    """Throughputs and ratios over the complete rounds of a sweep's document."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.configurations: list[str] = list(document["configurations"])
@@ -33,10 +34,13 @@ class Analysis:
         self.statics = [name for name in self.configurations if is_static(name)]
         self.adaptive = [name for name in self.configurations if not is_static(name)]
 
-    def median(self, cell: str, name: str, read: str = "output_tokens_per_s") -> float:
-        """Over the rounds; `read` may go one level deep: "tpot_ms.p50". 0.0 where nothing was measured."""
-        key, _, sub = read.partition(".")
-        values = [run[name][key][sub] if sub else run[name][key] for run in self.rounds[cell] if run[name].get(key) is not None]
+    def tokens_per_s(self, cell: str, name: str) -> float:
+        """Output tokens of all rounds over their seconds; 0.0 where nothing was written."""
+        return _tokens_per_s([runs[name] for runs in self.rounds[cell]])
+
+    def tpot_ms(self, cell: str, name: str) -> float:
+        """The median request's, in the median over the rounds; 0.0 where nothing was measured."""
+        values = [runs[name]["tpot_ms"]["p50"] for runs in self.rounds[cell] if runs[name].get("tpot_ms") is not None]
         return float(statistics.median(values)) if values else 0.0
 
     def by_concurrency(self) -> dict[str, list[tuple[int, str]]]:
@@ -49,40 +53,30 @@ class Analysis:
         return {workload: sorted(cells) for workload, cells in found.items()}
 
     def best_static(self, cell: str) -> str | None:
-        """The static k that is fastest beside the others of its round, in the median."""
-        return max(self.statics, key=lambda name: statistics.median(self._beside_statics(cell, name)), default=None)
-
-    def _beside_statics(self, cell: str, name: str) -> list[float]:
-        found = []
-        for runs in self.rounds[cell]:
-            mean = statistics.fmean(_speed(runs[static]) for static in self.statics)
-            found.append(_speed(runs[name]) / mean if mean > 0.0 else 0.0)
-        return found
-
-    def ratios(self, cell: str, name: str, base: str) -> list[float]:
-        """Throughput over that of `base` in the same round, of every round where it has some."""
-        return [_speed(runs[name]) / _speed(runs[base]) for runs in self.rounds[cell] if _speed(runs[base]) > 0.0]
+        """The static k with the highest throughput."""
+        return max(self.statics, key=lambda name: self.tokens_per_s(cell, name), default=None)
 
     def against(self, base: str | None) -> Ratios:
-        """Median ratio to `base` (None: to the best static k of the cell)."""
+        """Throughput over that of `base` (None: of the best static k of the cell)."""
         found = {}
         for cell in self.cells:
             reference = base if base is not None else self.best_static(cell)
-            for name in self.configurations:
-                if reference in self.configurations and (ratios := self.ratios(cell, name, str(reference))):
-                    found[name, cell] = statistics.median(ratios)
+            if reference in self.configurations and (theirs := self.tokens_per_s(cell, str(reference))) > 0.0:
+                found.update({(name, cell): self.tokens_per_s(cell, name) / theirs for name in self.configurations})
         return found
 
-    def quartiles(self, cell: str, name: str, base: str) -> tuple[float, float]:
-        low, high = np.quantile(self.ratios(cell, name, base) or [0.0], (0.25, 0.75))
-        return float(low), float(high)
+    def spread(self, cell: str, name: str, base: str) -> tuple[float, float]:
+        """Least and greatest ratio to `base` within a round; rounds in which `base` wrote nothing have none."""
+        pairs = [(_tokens_per_s([runs[name]]), _tokens_per_s([runs[base]])) for runs in self.rounds[cell]]
+        ratios = [ours / theirs for ours, theirs in pairs if theirs > 0.0] or [0.0]
+        return min(ratios), max(ratios)
 
     def _table(self, base: str | None) -> dict[str, dict[str, dict[str, Any]]]:
-        """Cell -> configuration -> median and quartiles of its ratios."""
+        """Cell -> configuration -> its ratio and the spread of it."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for (name, cell), ratio in self.against(base).items():
-            quartiles = self.quartiles(cell, name, base or str(self.best_static(cell)))
-            found.setdefault(cell, {})[name] = {"median": ratio, "quartiles": quartiles}
+            spread = self.spread(cell, name, base or str(self.best_static(cell)))
+            found.setdefault(cell, {})[name] = {"ratio": ratio, "spread": spread}
         return found
 
     def summary(self) -> dict[str, dict[str, Any]]:
@@ -104,11 +98,10 @@ class Analysis:
         for (name, cell), ratio in self.against(None).items():
             base = self.best_static(cell)
             if name in self.adaptive and base is not None and ratio < floor:
-                low, high = self.quartiles(cell, name, base)
                 found.append({
-                    "configuration": name, "cell": cell, "best_static": base, "ratio": ratio, "quartiles": [low, high],
+                    "configuration": name, "cell": cell, "best_static": base, "ratio": ratio, "spread": self.spread(cell, name, base),
                     "against_off": self.against(OFF).get((name, cell)),
-                    "output_tokens_per_s": self.median(cell, name), "best_output_tokens_per_s": self.median(cell, base),
+                    "output_tokens_per_s": self.tokens_per_s(cell, name), "best_output_tokens_per_s": self.tokens_per_s(cell, base),
                 })
         return sorted(found, key=lambda loss: loss["ratio"])
 
@@ -150,7 +143,7 @@ class Analysis:
             "num_cells": len(self.cells),
             "num_rounds": {cell: len(self.rounds[cell]) for cell in self.cells},
             "best_static": {cell: self.best_static(cell) for cell in self.cells},
-            "median_output_tokens_per_s": {cell: {name: self.median(cell, name) for name in self.configurations} for cell in self.cells},
+            "output_tokens_per_s": {cell: {name: self.tokens_per_s(cell, name) for name in self.configurations} for cell in self.cells},
             "against_off": self._table(OFF),
             "against_best_static": self._table(None),
             "summary": self.summary(),
@@ -161,6 +154,10 @@ class Analysis:
         }
 
 
+CURVES = (("output tokens/s", Analysis.tokens_per_s), ("TPOT ms, median", Analysis.tpot_ms))
+"""What is drawn against concurrency: label, figure of a cell and configuration."""
+
+
 def _worst_and_mean(ratios: Ratios, name: str, cells: Sequence[str]) -> dict[str, Any] | None:
     found = {cell: ratios[name, cell] for cell in cells if (name, cell) in ratios}
     if not found:
@@ -169,8 +166,10 @@ def _worst_and_mean(ratios: Ratios, name: str, cells: Sequence[str]) -> dict[str
     return {"worst": found[worst], "worst_cell": worst, "mean": statistics.fmean(found.values())}
 
 
-def _speed(run: Mapping[str, Any]) -> float:
-    return float(run["output_tokens_per_s"])
+def _tokens_per_s(runs: Sequence[Mapping[str, Any]]) -> float:
+    """Of these runs together."""
+    seconds = sum(float(run["duration_s"]) for run in runs)
+    return sum(run["num_output_tokens"] for run in runs) / seconds if seconds > 0.0 else 0.0
 
 
 def _median_of_all(switches: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.bench.svg import COLORS, GRAY, Line, heat_map, line_chart
 from headway.bench.sweep import OFF, is_static
-from headway.bench.sweep_analysis import Analysis
+from headway.bench.sweep_analysis import CURVES, Analysis
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -31,7 +31,8 @@ def html(document: Mapping[str, Any]) -> str:
         _provenance(document, analysis),
     ]
     if analysis.cells:
-        parts += [section(analysis) for section in (_summary, _losses, _accounts, _recoveries, _heat_maps, _curves, _k_over_time, _medians)]
+        sections = (_summary, _losses, _accounts, _recoveries, _heat_maps, _curves, _k_over_time, _throughputs)
+        parts += [section(analysis) for section in sections]
     else:
         parts.append("<p>No cell has a valid run of every configuration yet.</p>")
     return "\n".join([*parts, "</html>"])
@@ -55,7 +56,8 @@ def _provenance(document: Mapping[str, Any], analysis: Analysis) -> str:
     text = (
         "One engine per configuration stays up, around one loaded model, and all get the same prompts, none of them twice. In a round each "
         "goes on with the cell's load until so many more requests have ended, one engine after the other; who begins rotates, and a closed "
-        "loop stays full from round to round. A ratio is the median over rounds of the ratio within the round. "
+        "loop stays full from round to round. A ratio is one of totals: all tokens over all seconds of the rounds, over "
+        "the same of the other configuration; least and greatest ratio within a round say how far to trust it. "
         "Policies go on learning and drafters remember earlier answers across rounds and cells, as in a server. The best static k is "
         "picked with hindsight in each cell."
     )
@@ -85,11 +87,11 @@ def _summary(analysis: Analysis) -> str:
 
 
 def _losses(analysis: Analysis) -> str:
-    head = ("configuration", "cell", "best static k", "ratio", "quartiles", "against off", "tokens/s", "best tokens/s")
+    head = ("configuration", "cell", "best static k", "ratio", "within rounds", "against off", "tokens/s", "best tokens/s")
     rows = [
         [
             escape(loss["configuration"]), escape(loss["cell"]), escape(loss["best_static"]), _ratio(loss["ratio"], FLOOR_BEST),
-            "{:.3f} to {:.3f}".format(*loss["quartiles"]), "-" if loss["against_off"] is None else f"{loss['against_off']:.3f}",
+            "{:.3f} to {:.3f}".format(*loss["spread"]), "-" if loss["against_off"] is None else f"{loss['against_off']:.3f}",
             f"{loss['output_tokens_per_s']:.1f}", f"{loss['best_output_tokens_per_s']:.1f}",
         ]
         for loss in analysis.losses()
@@ -142,9 +144,9 @@ def _curves(analysis: Analysis) -> str:
     """Throughput and TPOT against concurrency, one line per configuration, one pair of charts per workload."""
     parts = []
     for workload, cells in analysis.by_concurrency().items():
-        for label, read in (("output tokens/s", "output_tokens_per_s"), ("TPOT ms, median", "tpot_ms.p50")):
+        for label, read in CURVES:
             lines = [
-                Line(name, [(load, analysis.median(cell, name, read)) for load, cell in cells], **_look(analysis, name))
+                Line(name, [(load, read(analysis, cell, name)) for load, cell in cells], **_look(analysis, name))
                 for name in analysis.configurations
             ]
             parts.append(line_chart(f"{workload}: {label}", "requests in flight", label, lines, log_x=True))
@@ -164,20 +166,20 @@ def _k_over_time(analysis: Analysis) -> str:
     return "<h2>k over time (last round)</h2><div class='charts'>" + "".join(parts) + "</div>"
 
 
-def _medians(analysis: Analysis) -> str:
+def _throughputs(analysis: Analysis) -> str:
     head = ("cell", *map(escape, analysis.configurations))
-    rows = [[escape(cell), *(f"{analysis.median(cell, name):.1f}" for name in analysis.configurations)] for cell in analysis.cells]
-    page = "<h2>Output tokens/s, median</h2>" + _table(head, rows)
+    rows = [[escape(cell), *(f"{analysis.tokens_per_s(cell, name):.1f}" for name in analysis.configurations)] for cell in analysis.cells]
+    page = "<h2>Output tokens/s</h2>" + _table(head, rows)
     off = analysis.against(OFF)
     if off:
         rows = [
             [f"{escape(cell)}, {len(analysis.rounds[cell])} rounds", *(
-                "{:.2f} ({:.2f} to {:.2f})".format(off[name, cell], *analysis.quartiles(cell, name, OFF))
+                "{:.2f} ({:.2f} to {:.2f})".format(off[name, cell], *analysis.spread(cell, name, OFF))
                 for name in analysis.configurations
             )]
             for cell in analysis.cells
         ]  # fmt: skip
-        page += "<h2>Against no speculation: median of ratios within rounds, quartiles</h2>" + _table(head, rows)
+        page += "<h2>Against no speculation, least and greatest ratio within a round</h2>" + _table(head, rows)
     return page
 
 

@@ -122,7 +122,7 @@ def _print_summary(analysis: Analysis) -> None:
     off, best = analysis.against(OFF), analysis.against(None)
     for base, ratios in (("none", off), ("the best static k", best)):
         rows = [[name, *(f"{ratios[name, cell]:.3f}" for cell in analysis.cells)] for name in analysis.configurations] if ratios else []
-        table(f"output tokens/s against {base}, median of ratios within rounds", ("", *analysis.cells), rows)
+        table(f"output tokens/s against {base}, all rounds together", ("", *analysis.cells), rows)
     summary = analysis.summary()
     head = ("configuration", "/ off, worst", "mean", "/ best static k, worst", "mean", *(f"mean / {name}" for name in analysis.adaptive))
     rows = []
