@@ -20,6 +20,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ class _Watched(Full):
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    began = time.perf_counter()
     options = sweep.SweepOptions(
         workloads=",".join(args.workloads), concurrencies=",".join(map(str, args.concurrencies)), configurations=sweep.OFF,
         num_prompts=args.prompts, output_len=args.output_len, rounds=args.rounds, temperature=args.temperature, time_budget=args.minutes,
@@ -137,10 +139,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     results.document |= origin() | {"memory_bytes": {
         name: sum(engine.memory.drafter_weight_bytes.values()) + sum(engine.memory.drafter_kv_bytes.values()) for name, engine in up.items()
     }}  # fmt: skip
-    Drafters(up, options, results, lambda num, what: print(what, file=sys.stderr, flush=True)).run()
+    Drafters(up, options, results, lambda num, what: print(what, file=sys.stderr, flush=True), began).run()
     if args.mode in COUNTING:
         counts = ("cell", "configuration", "round", "invalid", "num_output_tokens", *COUNTS)
-        results.document["runs"] = [{key: run[key] for key in counts} for run in results.runs]
+        results.document |= {"runs": [{key: run[key] for key in counts} for run in results.runs], "paces": {}}
     write(results.document, args.output)
     return results.document
 

@@ -101,9 +101,9 @@ def results(path: Path, options: SweepOptions, **config: Any) -> Results:
     return Results(path, sweep.head(options, config, model="m"))
 
 
-def swept(path: Path, options: SweepOptions, machine: Machine) -> Results:
-    found = results(path, options)
-    Sweep(machine.engines(sweep.configurations(options)), options, found, lambda count, what: None).run()
+def swept(path: Path, options: SweepOptions, machine: Machine, began: float | None = None) -> Results:
+    found, began = results(path, options), machine.now if began is None else began
+    Sweep(machine.engines(sweep.configurations(options)), options, found, lambda count, what: None, began).run()
     return found
 
 
@@ -248,18 +248,6 @@ def test_a_file_of_another_sweep_is_refused(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match="cannot continue"):
         results(path, TINY)
-
-
-def test_a_budget_is_shared_by_the_cells_and_what_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch)
-    options = dataclasses.replace(TINY, workloads="chat@1,mixed@1", rounds=3, time_budget=2.0, output_range_ratio=0.0)
-    # A lead-in takes 3 x 4 s, a round 3 x 16 s: one of each in the 60 s of either cell.
-    found = swept(tmp_path / "s.json", options, machine)
-    assert [(run["cell"], run["configuration"], run["round"]) for run in found.runs] == [
-        (cell, name, 0) for cell in ("chat@1", "mixed@1") for name in ("off", "suffix-k2", "batch_table")
-    ]
-    assert [(item["cell"], item["num_rounds"]) for item in found.document["left_out"]] == [("chat@1", 2), ("mixed@1", 2)]
-    assert found.document["left_out"][0]["needs_s"] == 96.0
 
 
 def test_drift_says_how_long_each_switch_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

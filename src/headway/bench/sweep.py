@@ -54,7 +54,8 @@ class SweepOptions:
     seed: int = option(0, "chooses the prompts")
     temperature: float = option(0.0, "0: greedy")
     time_budget: float | None = option(
-        None, "minutes; a cell gets an equal share of what is left, and rounds that would not end in it are left out, and named"
+        None, "minutes, loading included; a cell gets an equal share of what is left, but a first round while there is time for one, and "
+        "rounds that would not end in it are left out, and named"
     )
 
     def __post_init__(self) -> None:
@@ -79,6 +80,12 @@ class Cell:
     def lead_in(self) -> int:
         """Requests that end before the first round: until then those in flight are all equally far."""
         return (self.load.concurrency + 1) // 2
+
+    @property
+    def lead_in_work(self) -> int:
+        """The lead-in in requests: when half of those in flight have ended, the others and their successors make up for the rest. Poisson:
+        the load that gives the rate."""
+        return self.load.concurrency if self.is_closed else self.needs_rate * self.load.num_prompts
 
     def num_needed(self, num_rounds: int) -> int:
         """Prompts for so many rounds, those in flight at the end or to measure a rate with included."""

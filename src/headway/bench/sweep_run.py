@@ -15,6 +15,7 @@ from headway.bench.flow import Flow, in_slices
 from headway.bench.records import LoadOptions, Run, hash_outputs
 from headway.bench.recovery import StepLog, recoveries
 from headway.bench.sweep import OFF, Cell, SweepOptions, cells, is_static
+from headway.bench.sweep_budget import Budget, Planned
 from headway.bench.workloads import DRIFT_KINDS, Prompts
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
@@ -86,7 +87,7 @@ class Results:
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
         self.path = path
-        self.document: dict[str, Any] = {**head, "calibration": {}, "runs": [], "left_out": []}
+        self.document: dict[str, Any] = {**head, "calibration": {}, "paces": {}, "runs": [], "left_out": []}
         if path.exists():
             self._resume(head)
 
@@ -108,7 +109,7 @@ class Results:
                     )
         self.document |= {
             "cells": {**old.get("cells", {}), **self.document["cells"]}, "calibration": old.get("calibration", {}),
-            "runs": old.get("runs", []),
+            "paces": old.get("paces", {}), "runs": old.get("runs", []),
         }
 
     @property
@@ -229,44 +230,55 @@ class Whole(Turns):
 
 
 class Sweep:
-    """Runs what `results` does not hold yet. `advance(n, what)` is called with the number of runs that are done with or left out."""
+    """Runs what `results` does not hold yet. `advance(n, what)` is called with the number of runs that are done with or left out; `began`
+    is what `time.perf_counter` said when the command began."""
 
     kept: tuple[str, ...] = KEPT   # of a run's summary, in the results
 
     def __init__(
-        self, engines: Mapping[str, Engine], options: SweepOptions, results: Results, advance: Callable[[int, str], None]
+        self, engines: Mapping[str, Engine], options: SweepOptions, results: Results, advance: Callable[[int, str], None], began: float
     ) -> None:
         self.engines = engines
         self.options = options
         self.results = results
         self.advance = advance
         self.cells = cells(options)
-        self._start = time.perf_counter()
+        self._budget = Budget(options.time_budget, began, results.document["paces"])
 
     def run(self) -> None:
         tokenizer = next(iter(self.engines.values())).tokenizer
         source = Prompts(self.options.seed, tokenizer.vocab_size)
         prompts = [source.take(cell.load.workload, cell.num_needed(self.options.rounds)) for cell in self.cells]
-        for place, (cell, texts) in enumerate(zip(self.cells, prompts, strict=True)):
-            self._cell(cell, [text.encode(tokenizer) for text in texts], self._share(len(self.cells) - place))
+        plan = []
+        for cell, texts in zip(self.cells, prompts, strict=True):
+            todo = [number for number in range(self.options.rounds) if number not in self.results.rounds(cell.name)]
+            self.advance((self.options.rounds - len(todo)) * len(self.engines), cell.name)
+            if todo:
+                plan.append(Planned(cell, [text.encode(tokenizer) for text in texts], todo))
+        for place, planned in enumerate(plan):
+            self._cell(planned, plan[place + 1 :])
 
-    def _cell(self, cell: Cell, prompts: list[list[int]], until: float | None) -> None:
-        """The rounds that are missing; those that would not end by `until` are left out and named."""
-        todo = [number for number in range(self.options.rounds) if number not in self.results.rounds(cell.name)]
-        self.advance((self.options.rounds - len(todo)) * len(self.engines), cell.name)
-        turns: Turns | None = None
+    def _cell(self, planned: Planned, later: list[Planned]) -> None:
+        """The rounds that are missing; those that there is no time for are left out and named."""
+        cell, todo, budget = planned.cell, planned.todo, self._budget
+        began, share = time.perf_counter(), budget.share(1 + len(later))
+        if not budget.has_time_for_first(planned):
+            lead_in, took = budget.forecast(planned)
+            self._leave_out(cell, len(todo), lead_in + took * len(todo))
+            return
+        turns = self.turns(cell, planned.prompts, todo[0])
         took = 0.0
         for done, number in enumerate(todo):
-            if until is not None and time.perf_counter() + took > until:
-                self._leave_out(cell, len(todo) - done, took)
+            if done and not budget.has_time_for_more(took, share, later):
+                self._leave_out(cell, len(todo) - done, took * (len(todo) - done))
                 break
-            if turns is None:
-                turns = self.turns(cell, prompts, number)
-            began = time.perf_counter()
-            self.results.add(self._round(turns, cell, number))
-            took = time.perf_counter() - began
-        if turns is not None:
-            turns.stop()
+            round_began = time.perf_counter()
+            runs = self._round(turns, cell, number)
+            now = time.perf_counter()
+            took = now - round_began
+            budget.learn(planned, done + 1, now - began)
+            self.results.add(runs)
+        turns.stop()
 
     def turns(self, cell: Cell, prompts: list[list[int]], first_round: int) -> Turns:
         if cell.is_closed:
@@ -302,14 +314,7 @@ class Sweep:
             rates[cell.name] = throughput.run(plain, prompts[-cell.load.num_prompts :], cell.load).summary()["requests_per_s"]
         return dataclasses.replace(cell.load, arrivals="poisson", request_rate=rates[cell.name])
 
-    def _share(self, num_cells: int) -> float | None:
-        """Until when a cell may take, with `num_cells` to go; None without a budget."""
-        if self.options.time_budget is None:
-            return None
-        now = time.perf_counter()
-        return now + (self._start + 60.0 * self.options.time_budget - now) / num_cells
-
     def _leave_out(self, cell: Cell, num_rounds: int, needed: float) -> None:
-        self.results.document["left_out"].append({"cell": cell.name, "num_rounds": num_rounds, "needs_s": round(needed * num_rounds, 1)})
+        self.results.document["left_out"].append({"cell": cell.name, "num_rounds": num_rounds, "needs_s": round(needed, 1)})
         self.results.save()
         self.advance(num_rounds * len(self.engines), cell.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace, options: SweepOptions, output: Path) -> int:
+    began = time.perf_counter()
+
     from headway.bench import environment, sweep, sweep_run
 
     args.speculative_config = "off"   # a sweep chooses how to speculate itself
@@ -65,7 +68,7 @@ def _sweep(args: argparse.Namespace, options: SweepOptions, output: Path) -> int
           f"{len(results.runs)} are in {output} already", file=sys.stderr)
     try:
         with _bar(num_runs) as advance:
-            sweep_run.Sweep(engines, options, results, advance).run()
+            sweep_run.Sweep(engines, options, results, advance, began).run()
     except KeyboardInterrupt:
         print(f"interrupted: the same command continues {output}", file=sys.stderr)
         _finish(results.document, output)
