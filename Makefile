@@ -42,17 +42,21 @@ dev: $(DEV_STAMP)
 serve: install
 	$(BIN)/headway serve "$(MODEL)" --host $(HOST) --port $(PORT)
 
+# Most tests keep one core busy whatever there is, so files run side by side, each process on one thread; those that take longest come first.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: dev
-	$(BIN)/python -m pytest -m "not heavy and not gpu"
+	$(PYTEST) -m "not heavy and not gpu"
 
 test-heavy: dev
-	$(BIN)/python -m pytest -m "heavy and not gpu"
+	$(PYTEST) -m "heavy and not gpu"
 
 # What the compiled kernels compute, without them: what a machine without a compiler runs.
 PORTABLE := tests/unit/test_attention.py tests/unit/test_models.py tests/unit/test_sampler.py tests/unit/test_distribution.py \
             tests/unit/test_eagle_network.py tests/unit/test_draft_model.py tests/conformance tests/integration/test_lossless.py
 test-portable: dev
-	HEADWAY_NATIVE=0 $(BIN)/python -m pytest -m "not heavy and not gpu" $(PORTABLE)
+	HEADWAY_NATIVE=0 $(PYTEST) -m "not heavy and not gpu" $(PORTABLE)
 
 # The compiled kernels under AddressSanitizer and UBSan; random shapes, lengths and page tables.
 SANITIZED := build/sanitized/headway/native

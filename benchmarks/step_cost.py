@@ -1,6 +1,6 @@
 """What a step of the target costs, by requests and tokens each, and where its time goes: with the compiled kernels and without.
 
-    python benchmarks/step_cost.py [--model smollm2-135m] [--context 640] [--rounds 3] [--output results/step-cost.json]
+    python benchmarks/step_cost.py [--model smollm2-135m] [--dtype bfloat16] [--context 640] [--rounds 3] [--output results/step-cost.json]
 
 A step is one forward pass, the logits of every row and their argmax. `1 + 4 drafts` verifies four drafts a request. Each round starts one
 process per path (HEADWAY_NATIVE=1, 0), which times every shape; figures are medians over rounds of each process's median.
@@ -27,7 +27,7 @@ PATHS = {"native": "1", "torch": "0"}
 PARTS = ("matrix products", "attention", "norms", "argmax", "step")
 
 
-def measure(model_name: str, context: int, seconds: float) -> dict[str, dict[str, float]]:
+def measure(model_name: str, dtype: str, context: int, seconds: float) -> dict[str, dict[str, float]]:
     """Milliseconds by shape and part, in this process."""
     import torch
 
@@ -35,7 +35,7 @@ def measure(model_name: str, context: int, seconds: float) -> dict[str, dict[str
     from headway.models.attention import KVCache
     from headway.models.loader import load_model
 
-    model = load_model(model_name, device="cpu", dtype="bfloat16")
+    model = load_model(model_name, device="cpu", dtype=dtype)
     config = model.config
     per_request = -(-(context + 8) // 64)
     cache = KVCache(config, per_request * max(requests for requests, _ in SHAPES), 64, model.dtype, "cpu")
@@ -96,6 +96,7 @@ def _medians(functions: tuple[Callable[[], object], ...], seconds: float) -> lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="per shape and part")
@@ -103,12 +104,12 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.model, args.context, args.seconds)))
+        print(json.dumps(measure(args.model, args.dtype, args.context, args.seconds)))
         return
     runs: dict[str, list[dict[str, dict[str, float]]]] = {path: [] for path in PATHS}
     for _ in range(args.rounds):
         for path, value in PATHS.items():
-            options = ["--model", args.model, "--context", str(args.context), "--seconds", str(args.seconds)]
+            options = ["--model", args.model, "--dtype", args.dtype, "--context", str(args.context), "--seconds", str(args.seconds)]
             command = [sys.executable, __file__, "--child", *options]
             done = subprocess.run(command, env={**os.environ, "HEADWAY_NATIVE": value}, stdout=subprocess.PIPE, check=True, text=True)
             runs[path].append(json.loads(done.stdout))
@@ -119,7 +120,7 @@ def main() -> None:
     print_table(cells)
     from headway import native
     
-    publish({"milliseconds": cells, "kernels": native.choose().reason, **origin()}, args.output)
+    publish({"dtype": args.dtype, "milliseconds": cells, "kernels": native.choose().reason, **origin()}, args.output)
 
 
 def print_table(cells: dict[str, dict[str, dict[str, float]]]) -> None:

@@ -239,14 +239,15 @@ def test_pages_as_a_ragged_kernel_sees_them(window: int | None) -> None:
     assert torch.allclose(found, attention_tiles._attend_alone(q, pages, rows, window), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_the_stack_has_the_bits_of_its_kernels(tmp_path: Path, family: str, backend: str) -> None:
+def test_the_stack_has_the_bits_of_its_kernels(tmp_path: Path, family: str, dtype: str, backend: str) -> None:
     """All layers in one call, or one kernel after the other from Python; stopped at a layer, or not."""
     if backend != "native" or not native.library().linear_panel:  # type: ignore[union-attr]
         pytest.skip("no packed products")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
     window = {"sliding_window": 20} if family == "mistral" else {}
-    model = load_model(str(tiny_model_dir(tmp_path, family, num_hidden_layers=3, **sizes, **window)), dtype="bfloat16", device="cpu")
+    model = load_model(str(tiny_model_dir(tmp_path, family, num_hidden_layers=3, **sizes, **window)), dtype=dtype, device="cpu")
     assert model.stack is not None
     found = []
     for stack in (model.stack, None):

@@ -28,7 +28,7 @@ def test_each_configuration_writes_the_same_from_a_clean_start(tmp_path: Path) -
     engine = Engine(EngineConfig(model=str(tiny_model_dir(tmp_path)), dtype="float32", kv_cache_memory_bytes=1 << 22, block_size=16))
     plain = generate(engine)
     assert engine.metrics.mean_k == 0.0
-    for config in ({"method": "ngram", "num_speculative_tokens": 3}, {"method": "suffix"}):
+    for config in ({"method": "ngram", "policy": "static", "num_speculative_tokens": 3}, {"method": "suffix", "policy": "static"}):
         engine.speculate(SpeculativeConfig.parse(config))
         before = engine.metrics.num_steps
         assert generate(engine) == plain

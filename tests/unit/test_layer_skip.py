@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
+from headway.models.layers import Linear
 from headway.types import Draft, Request, SamplingParams
 from tests.tiny import tiny_model_dir
 
@@ -39,11 +41,17 @@ def build(target: Path, speculative: Any, **options: Any) -> Engine:
 
 
 @torch.inference_mode()
+def scale(linear: Linear, factor: float) -> None:
+    weight = linear.packed.weight if linear.packed is not None else linear.weight
+    assert weight is not None
+    weight *= factor
+
+
 def make_early(engine: Engine, useful: int, strength: float = 0.02) -> None:
     """Layers from `useful` on add hardly anything, so exits from there on are mostly right."""
     for layer in engine.model.layers[useful:]:
-        layer.o.weight *= strength
-        layer.down.weight *= strength
+        scale(layer.o, strength)
+        scale(layer.down, strength)
 
 
 def drafter_of(engine: Engine) -> LayerSkip:
@@ -83,12 +91,14 @@ def early_draft(model: Decoder, token_ids: list[int], exit: int, k: int) -> list
 
 def test_the_first_layers_alone_are_a_smaller_model(target: Path) -> None:
     model = build(target, None).model
-    small = Decoder(model.config, model.embedding, model.layers[:2], model.norm, model.lm_head, model.directory, 0)
+    config = dataclasses.replace(model.config, num_layers=2)
+    small = Decoder(config, model.embedding, model.layers[:2], model.norm, model.lm_head, model.directory, 0)
     ids, cache = torch.arange(5, 30), KVCache(model.config, 4, 16, model.dtype, model.device)
     plan = cache.plan([([0, 1], 0, 25)])
     whole, (kept,) = model.forward(ids, torch.arange(25), plan, cache, (1,))
     part, (also,) = model.forward(ids, torch.arange(25), cache.plan([([2, 3], 0, 25)]), cache, (0,), num_layers=2)
-    torch.testing.assert_close(part, small.forward(ids, torch.arange(25), cache.plan([([0, 1], 0, 25)]), cache)[0])
+    own = KVCache(config, 4, 16, model.dtype, model.device)
+    torch.testing.assert_close(part, small.forward(ids, torch.arange(25), own.plan([([0, 1], 0, 25)]), own)[0])
     torch.testing.assert_close(part, model.norm(kept))
     assert also.shape == part.shape
     assert not torch.allclose(part, whole)
@@ -135,8 +145,7 @@ def test_by_context_it_takes_the_first_exit_that_is_mostly_right(target: Path, t
 def test_a_target_no_exit_of_which_is_right_is_left_alone(target: Path) -> None:
     engine, plain = build(target, {"method": "layer_skip", "num_speculative_tokens": K}), build(target, None)
     for each in (engine, plain):
-        with torch.inference_mode():
-            each.model.layers[-1].down.weight *= 50.0   # all is decided in the last layer
+        scale(each.model.layers[-1].down, 50.0)   # all is decided in the last layer
     assert write(engine, requests(max_tokens=60)) == write(plain, requests(max_tokens=60))
     found = engine.metrics.speculation().get("layer_skip")
     assert found is None or found.num_draft_tokens < 10

@@ -182,7 +182,7 @@ def assert_real_model_equals_the_reference(name: str, tolerance: float) -> None:
 
 
 def test_the_real_smollm2() -> None:
-    assert_real_model_equals_the_reference("smollm2-135m", 1e-4)
+    assert_real_model_equals_the_reference("smollm2-135m", 2e-4)
 
 
 def test_the_tokenizer_of_the_real_smollm2() -> None:
@@ -200,4 +200,4 @@ def test_the_tokenizer_of_the_real_smollm2() -> None:
 
 @pytest.mark.skipif("HEADWAY_TEST_QWEN_GGUF" not in os.environ, reason="HEADWAY_TEST_QWEN_GGUF names no Qwen2.5-Coder GGUF file")
 def test_the_real_qwen_coder() -> None:
-    assert_real_model_equals_the_reference(os.environ["HEADWAY_TEST_QWEN_GGUF"], 1e-4)
+    assert_real_model_equals_the_reference(os.environ["HEADWAY_TEST_QWEN_GGUF"], 2e-4)

@@ -88,7 +88,7 @@ def test_the_module_inside_the_target_needs_no_name(target: Decoder, tmp_path: P
     save_file({**load_file(whole / "model.safetensors"), **module}, whole / "model.safetensors")
     config = json.loads((whole / "config.json").read_text())
     (whole / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
-    speculative = SpeculativeConfig.parse({"method": "mtp", "num_speculative_tokens": 2})
+    speculative = SpeculativeConfig.parse({"method": "mtp", "policy": "static", "num_speculative_tokens": 2})
     with pytest.raises(ModelError, match=r"mlp.gate_proj.weight has shape"):   # the tiny module is narrower than the target's layers
         Engine(EngineConfig(model=str(whole), dtype="float32", device="cpu", speculative=speculative))
     wide = {name: torch.nn.functional.pad(t, (0, 0, 0, 16)) if "gate_proj" in name or "up_proj" in name else

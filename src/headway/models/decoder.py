@@ -41,7 +41,7 @@ class Decoder:
         self.dtype = embedding.dtype
         self.device = embedding.device
         self.rope = Rope.of(config, self.device)
-        self.stack = NativeStack.make(layers, config.head_dim) if self.dtype == torch.bfloat16 and self.device.type == "cpu" else None
+        self.stack = NativeStack.make(layers, config.head_dim) if self.device.type == "cpu" else None
 
     @torch.inference_mode()
     def forward(

@@ -42,9 +42,9 @@ class NativeStack:
         self.head_dim = head_dim
         self._layers = layers
         self._records = (_LayerRecord * len(layers))(*(_record(layer) for layer in layers))
-        self._function = library.function("stack", torch.bfloat16)
         first = layers[0]
         self.qkv, self.o, self.gate_up, self.down = (_packed(first, name) for name in _PRODUCTS)
+        self._function = library.function("stack", self.qkv.dtype)
         self.hidden_size = self.down.size_out
         self.eps = first.input_norm.eps
 
@@ -62,9 +62,9 @@ class NativeStack:
         return cls(layers, head_dim, library) if same else None
 
     def run(self, x: Tensor, num_layers: int, plan: NativePlan, cache: KVCache, wanted: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """The first layers of `x` bfloat16 [num_tokens, hidden]; returns new tensors: their output, and that of each layer in `wanted`."""
-        if x.shape[1] != self.hidden_size or self.qkv.size_in != self.hidden_size or x.dtype != torch.bfloat16:
-            raise ValueError(f"x must be bfloat16 [n, {self.qkv.size_in}], got {tuple(x.shape)} {x.dtype}")
+        """The first layers of `x` [num_tokens, hidden], of the weights' type; new tensors: their output, and that of each layer in `wanted`."""
+        if x.shape[1] != self.hidden_size or self.qkv.size_in != self.hidden_size or x.dtype != self.qkv.dtype:
+            raise ValueError(f"x must be {self.qkv.dtype} [n, {self.qkv.size_in}], got {tuple(x.shape)} {x.dtype}")
         x = x.clone(memory_format=torch.contiguous_format)
         args, _scratch = self.arguments(x, num_layers, plan, cache)
         kept = [torch.empty_like(x) for _ in wanted]
@@ -76,7 +76,7 @@ class NativeStack:
         return x, kept
 
     def arguments(self, x: Tensor, num_layers: int, plan: NativePlan, cache: KVCache) -> tuple[StackArgs, tuple[Tensor, ...]]:
-        """The record for the first layers of `x` bfloat16 [num_tokens, hidden], changed in place, and the tensors it points to beside it.
+        """The record for the first layers of `x` [num_tokens, hidden], changed in place, and the tensors it points to beside it.
         Its `entered` is what the first layer's attention reads instead of its normed input, [num_tokens, qkv.size_in]: None until it
         is set."""
         num_tokens, hidden = x.shape

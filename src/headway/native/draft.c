@@ -74,7 +74,7 @@ static void enter(const draft_args *a, stack_args *s) {
         if (a->positions && a->positions[i] == 0) memset(token, 0, (size_t)hidden * sizeof(bf16));
         else place(token, a->embedding + a->token_ids[i] * hidden, a->token_norm, hidden, s->eps);
         place(feature, a->features + i * hidden, a->feature_norm, hidden, s->eps);
-        if (!a->project.weight) memcpy(s->x + i * hidden, a->normed_residual ? feature : a->features + i * hidden, (size_t)hidden * sizeof(bf16));
+        if (!a->project.weight) memcpy((bf16 *)s->x + i * hidden, a->normed_residual ? feature : a->features + i * hidden, (size_t)hidden * sizeof(bf16));
     }
     s->entered = a->project.weight ? (a->direct ? s->x : NULL) : a->pair;
     s->enter_size = a->project.weight ? hidden : 2 * hidden;
@@ -95,7 +95,7 @@ static void pass(const draft_args *a, stack_args *s) {
     const int64_t hidden = s->hidden;
     enter(a, s);
     stack_bf16(s);
-    for (int64_t i = 0; i < a->num_picked; i++) memcpy(a->last + i * hidden, s->x + (a->picked ? a->picked[i] : i) * hidden, (size_t)hidden * sizeof(bf16));
+    for (int64_t i = 0; i < a->num_picked; i++) memcpy(a->last + i * hidden, (const bf16 *)s->x + (a->picked ? a->picked[i] : i) * hidden, (size_t)hidden * sizeof(bf16));
     if (a->final_norm) {
         norm_args args = {.x = a->last, .out = a->normed, .weight = a->final_norm, .num_tokens = a->num_picked, .width = hidden,
                           .num_threads = a->num_threads, .eps = s->eps};

@@ -48,13 +48,13 @@ typedef struct {
 } norm_args;
 
 typedef struct {
-    const bf16 *x;              // [num_tokens][in], `stride` elements from token to token
-    const void *weight;         // packed: bf16, with `scales` int8
-    const float *scales;        // [out], or NULL
-    void *scratch;              // with `scales`: num_tokens * (4 + 2 * in) bytes; else, where linear_expands(), num_tokens * 4 * in, or NULL
-    const bf16 *bias;           // [out], or NULL
-    const bf16 *residual;       // [num_tokens][out], or NULL
-    bf16 *y;                    // [num_tokens][out], with `gated` [num_tokens][out / 2]
+    const void *x;              // [num_tokens][in], `stride` elements from token to token
+    const void *weight;         // packed: of x's type, with `scales` int8
+    const float *scales;        // [out], or NULL; of f32 always NULL
+    void *scratch;              // with `scales`: num_tokens * (4 + 2 * in) bytes; else, of bf16 where linear_expands(), num_tokens * 4 * in, or NULL
+    const void *bias;           // [out], or NULL
+    const void *residual;       // [num_tokens][out], or NULL
+    void *y;                    // [num_tokens][out], with `gated` [num_tokens][out / 2]
     int64_t num_tokens, in, out, stride;
     int32_t num_threads;
     int32_t gated;              // W holds gates and ups in turn, 16 outputs each
@@ -97,8 +97,12 @@ typedef struct {
 } plan_args;
 
 int tile_rows(void);
+void attention_f32(attention_args *args);
 void attention_bf16(attention_args *args);
+void rotate_f32(rotate_args *args);
 void rotate_bf16(rotate_args *args);
+void norm_f32(norm_args *args);
 void norm_bf16(norm_args *args);
+void linear_f32(linear_args *args);
 void linear_bf16(linear_args *args);
 void argmax_bf16(argmax_args *args);

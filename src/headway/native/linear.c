@@ -1,8 +1,9 @@
-// y = x W^T (+ bias) (+ residual), or silu(gate) * up of two such products, in bf16, for any number of tokens: a decode step of a few tokens is bound by reading W once, a prefill by arithmetic.
+// y = x W^T (+ bias) (+ residual), or silu(gate) * up of two such products, in bf16 or f32, for any number of tokens: a decode step of a few tokens is bound by reading W once, a prefill by arithmetic.
 //
-// W is packed in panels of PANEL outputs: [out / PANEL][in / 2][PANEL][2], so that one vector holds a pair of inputs of 16 outputs and a task reads one
-// stream. It is bf16, or int8 with one scale per output: half the bytes, and x becomes 16-bit integers, which lose less than bf16 does. While a panel is multiplied, the next one is fetched into the second-level cache, a share of it per group of tokens: reading and arithmetic overlap
-// instead of adding up. Without dot products of bf16 in hardware, x becomes floats first and each pair of weights two vectors of floats.
+// W is packed in panels of PANEL outputs, of which a task reads a stream. In bf16 a panel is [in / 2][PANEL][2], so that one vector holds a pair of inputs of
+// 16 outputs; int8 is laid out likewise, with one scale per output: half the bytes, and x becomes 16-bit integers, which lose less than bf16 does. In f32 it is
+// [in / 2][2][PANEL]. While a panel is multiplied, the next one is fetched into the second-level cache, a share of it per group of tokens: reading and
+// arithmetic overlap instead of adding up. Without dot products of bf16 in hardware, x becomes floats first and each pair of weights two vectors of floats.
 #include "kernels.h"
 #include "parallel.h"
 
@@ -42,26 +43,46 @@ EXPORT int linear_expands(void) {
 
 #if defined(MULTIPLIES)
 
-INLINE void finish(const linear_args *a, vec first, vec second, int64_t token, int64_t column) {
-    if (a->bias) { first += load_bf16(a->bias + column); second += load_bf16(a->bias + column + LANES); }
+// Sizes of an element: 2 is bf16, 4 is f32, and of weights 1 is int8.
+INLINE vec load(const void *from, int64_t i, const int size) { return size == 4 ? load_f32((const f32 *)from + i) : load_bf16((const bf16 *)from + i); }
+INLINE void store(void *to, int64_t i, vec x, const int size) {
+    if (size == 4) store_f32((f32 *)to + i, x);
+    else store_bf16((bf16 *)to + i, x);
+}
+
+INLINE void finish(const linear_args *a, vec first, vec second, int64_t token, int64_t column, const int size) {
+    if (a->bias) { first += load(a->bias, column, size); second += load(a->bias, column + LANES, size); }
     if (a->gated) {
         // e^88 is the largest power of e that f32 holds, and the quotient is 0 there.
-        store_bf16(a->y + token * (a->out / 2) + column / 2, first / (1.0f + exp_of(-vmax(first, splat(-88.0f)))) * second);
+        store(a->y, token * (a->out / 2) + column / 2, first / (1.0f + exp_of(-vmax(first, splat(-88.0f)))) * second, size);
         return;
     }
     const int64_t to = token * a->out + column;
-    store_bf16(a->y + to, a->residual ? first + load_bf16(a->residual + to) : first);
-    store_bf16(a->y + to + LANES, a->residual ? second + load_bf16(a->residual + to + LANES) : second);
+    store(a->y, to, a->residual ? first + load(a->residual, to, size) : first, size);
+    store(a->y, to + LANES, a->residual ? second + load(a->residual, to + LANES, size) : second, size);
 }
 
-// `next`, of which `num_next` units are fetched meanwhile, is the panel to come.
+// x as floats: as it is, or what `expand` made of it.
+INLINE const float *floats(const linear_args *a, int64_t token, const int size) {
+    return size == 4 ? (const float *)a->x + token * a->stride : (const float *)a->scratch + token * a->in;
+}
+
+// In what follows `next`, of which `num_next` units are fetched meanwhile, is the panel to come. A unit is two inputs of a panel; of it the outputs from `begin` to `end`.
+INLINE void fetch(const char *next, int64_t unit, const int size, const int begin, const int end) {
+    for (int i = 2 * begin * size; i < 2 * end * size; i += 64) __builtin_prefetch(next + unit * 2 * PANEL * size + i, 0, 2);
+}
+
 #if defined(__AVX512F__)
-INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+#if defined(__AVX512BF16__)
+INLINE void multiply_pairs(const linear_args *a, const bf16 *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
     const int64_t units = a->in / 2;
     vec acc[MAX_ROWS][2];
-#if defined(__AVX512BF16__)
     const uint32_t *x[MAX_ROWS];
-    for (int r = 0; r < rows; r++) x[r] = (const uint32_t *)(const void *)(a->x + (first + r) * a->stride);
+    for (int r = 0; r < rows; r++) {
+        x[r] = (const uint32_t *)(const void *)((const bf16 *)a->x + (first + r) * a->stride);
+        acc[r][0] = acc[r][1] = (vec){0};
+    }
+    int64_t u = 0;
 #define STEP \
     const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + u * 2 * PANEL), w1 = (__m512bh)_mm512_loadu_si512(panel + u * 2 * PANEL + PANEL); \
     for (int r = 0; r < rows; r++) { \
@@ -69,13 +90,34 @@ INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, 
         acc[r][0] = (vec)_mm512_dpbf16_ps((__m512)acc[r][0], pair, w0); \
         acc[r][1] = (vec)_mm512_dpbf16_ps((__m512)acc[r][1], pair, w1); \
     }
-#else
-    // Each half of a pair is the upper half of a float; x was made floats by `expand`.
+    for (; u < num_next; u++) { fetch(next, u, 2, 0, PANEL); STEP }
+    for (; u < units; u++) { STEP }
+#undef STEP
+    for (int r = 0; r < rows; r++) finish(a, acc[r][0], acc[r][1], first + r, column, 2);
+}
+#endif
+
+// A vector of the unit's weights as floats: 16 outputs, from `begin`, of its even or its odd input. In bf16 each half of a pair is the upper half of a float.
+INLINE vec weights_of(const char *unit, const int begin, const int odd, const int size) {
+    if (size == 4) return load_f32((const f32 *)(const void *)unit + odd * PANEL + begin);
+    const __m512i pairs = _mm512_loadu_si512(unit + 4 * begin);
+    return odd ? (vec)((ivec)pairs & UPPER) : (vec)_mm512_slli_epi32(pairs, 16);
+}
+
+INLINE void multiply_floats(const linear_args *a, const char *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows,
+                            const int size) {
+    const int64_t units = a->in / 2;
+    vec acc[MAX_ROWS][2];
     const float *x[MAX_ROWS];
-    for (int r = 0; r < rows; r++) x[r] = (const float *)a->scratch + (first + r) * a->in;
+    for (int r = 0; r < rows; r++) {
+        x[r] = floats(a, first + r, size);
+        acc[r][0] = acc[r][1] = (vec){0};
+    }
+    int64_t u = 0;
 #define STEP \
-    const __m512i w0 = _mm512_loadu_si512(panel + u * 2 * PANEL), w1 = _mm512_loadu_si512(panel + u * 2 * PANEL + PANEL); \
-    const vec even0 = (vec)_mm512_slli_epi32(w0, 16), odd0 = (vec)((ivec)w0 & UPPER), even1 = (vec)_mm512_slli_epi32(w1, 16), odd1 = (vec)((ivec)w1 & UPPER); \
+    const char *unit = panel + u * 2 * PANEL * size; \
+    const vec even0 = weights_of(unit, 0, 0, size), odd0 = weights_of(unit, 0, 1, size); \
+    const vec even1 = weights_of(unit, LANES, 0, size), odd1 = weights_of(unit, LANES, 1, size); \
     for (int r = 0; r < rows; r++) { \
         const float even = x[r][2 * u], odd = x[r][2 * u + 1]; \
         acc[r][0] += even0 * even; \
@@ -83,44 +125,37 @@ INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, 
         acc[r][0] += odd0 * odd; \
         acc[r][1] += odd1 * odd; \
     }
-#endif
-    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = (vec){0};
-    int64_t u = 0;
-    for (; u < num_next; u++) {
-        __builtin_prefetch(next + u * 2 * PANEL, 0, 2);
-        __builtin_prefetch(next + u * 2 * PANEL + PANEL, 0, 2);
-        STEP
-    }
+    for (; u < num_next; u++) { fetch(next, u, size, 0, PANEL); STEP }
     for (; u < units; u++) { STEP }
 #undef STEP
-    for (int r = 0; r < rows; r++) finish(a, acc[r][0], acc[r][1], first + r, column);
+    for (int r = 0; r < rows; r++) finish(a, acc[r][0], acc[r][1], first + r, column, size);
 }
 #else
 // What follows is loaded again: x kept in registers would put sums into memory.
 #define LOAD_AGAIN __asm__ volatile("" ::: "memory")
 
+INLINE __m256 weights_of(const char *unit, const int vector, const int odd, const int size) {
+    if (size == 4) return _mm256_loadu_ps((const float *)(const void *)unit + odd * PANEL + vector * 8);
+    const __m256i pairs = _mm256_loadu_si256((const __m256i *)(const void *)(unit + vector * 32));
+    return _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, _mm256_set1_epi32(UPPER)) : _mm256_slli_epi32(pairs, 16));
+}
+
 // With few rows a whole panel at a time, so that memory is read in one stream; with more, there are registers for half of it.
-INLINE void multiply_part(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, const int rows, const int begin,
-                          const int count, float (*sums)[PANEL]) {
+INLINE void multiply_part(const linear_args *a, const char *panel, const char *next, int64_t num_next, int64_t first, const int rows, const int begin,
+                          const int count, float (*sums)[PANEL], const int size) {
     const int64_t units = a->in / 2;
-    const __m256i upper = _mm256_set1_epi32(UPPER);
     const float *x[MAX_ROWS];
     __m256 acc[MAX_ROWS][PANEL / 8];
     for (int r = 0; r < rows; r++) {
-        x[r] = (const float *)a->scratch + (first + r) * a->in;
+        x[r] = floats(a, first + r, size);
         for (int v = 0; v < count; v++) acc[r][v] = _mm256_setzero_ps();
     }
     for (int64_t u = 0; u < units; u++) {
-        const bf16 *at = panel + u * 2 * PANEL + begin * 16;
-        if (u < num_next) {
-            for (int v = 0; v < count; v += 2) __builtin_prefetch(next + u * 2 * PANEL + (begin + v) * 16, 0, 2);
-        }
+        const char *unit = panel + u * 2 * PANEL * size;
+        if (u < num_next) fetch(next, u, size, begin * 8, (begin + count) * 8);
         for (int v = 0; v < count; v += 2) {
             for (int odd = 0; odd < 2; odd++) {
-                const __m256i w0 = _mm256_loadu_si256((const __m256i *)(const void *)(at + v * 16));
-                const __m256i w1 = _mm256_loadu_si256((const __m256i *)(const void *)(at + v * 16 + 16));
-                const __m256 first_w = _mm256_castsi256_ps(odd ? _mm256_and_si256(w0, upper) : _mm256_slli_epi32(w0, 16));
-                const __m256 second_w = _mm256_castsi256_ps(odd ? _mm256_and_si256(w1, upper) : _mm256_slli_epi32(w1, 16));
+                const __m256 first_w = weights_of(unit, begin + v, odd, size), second_w = weights_of(unit, begin + v + 1, odd, size);
                 for (int r = 0; r < rows; r++) {
                     const __m256 of_x = _mm256_broadcast_ss(x[r] + 2 * u + odd);
                     acc[r][v] = _mm256_fmadd_ps(first_w, of_x, acc[r][v]);
@@ -134,18 +169,19 @@ INLINE void multiply_part(const linear_args *a, const bf16 *panel, const bf16 *n
         for (int v = 0; v < count; v++) _mm256_storeu_ps(sums[r] + (begin + v) * 8, acc[r][v]);
 }
 
-INLINE void multiply(const linear_args *a, const bf16 *panel, const bf16 *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+INLINE void multiply_floats(const linear_args *a, const char *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows,
+                            const int size) {
     float sums[MAX_ROWS][PANEL];
     const int count = rows <= WHOLE_PANEL ? 4 : 2;
-    for (int begin = 0; begin < PANEL / 8; begin += count) multiply_part(a, panel, next, num_next, first, rows, begin, count, sums);
-    for (int r = 0; r < rows; r++) finish(a, load_f32(sums[r]), load_f32(sums[r] + LANES), first + r, column);
+    for (int begin = 0; begin < PANEL / 8; begin += count) multiply_part(a, panel, next, num_next, first, rows, begin, count, sums, size);
+    for (int r = 0; r < rows; r++) finish(a, load_f32(sums[r]), load_f32(sums[r] + LANES), first + r, column, size);
 }
 #endif
 
 #if !defined(__AVX512BF16__)
 static void expand(void *context, int64_t token) {
     const linear_args *a = context;
-    const bf16 *x = a->x + token * a->stride;
+    const bf16 *x = (const bf16 *)a->x + token * a->stride;
     float *to = (float *)a->scratch + token * a->in;
     int64_t i = 0;
     for (; i + LANES <= a->in; i += LANES) store_f32(to + i, load_bf16(x + i));
@@ -160,7 +196,7 @@ static void expand(void *context, int64_t token) {
 INLINE void finish_int8(const linear_args *a, ivec first, ivec second, int64_t token, int64_t column) {
     const float scale = ((const float *)a->scratch)[token];
     finish(a, __builtin_convertvector(first, vec) * (load_f32(a->scales + column) * scale),
-           __builtin_convertvector(second, vec) * (load_f32(a->scales + column + LANES) * scale), token, column);
+           __builtin_convertvector(second, vec) * (load_f32(a->scales + column + LANES) * scale), token, column, 2);
 }
 
 INLINE const int16_t *quantised(const linear_args *a, int64_t token) {
@@ -176,7 +212,7 @@ INLINE ivec add_products(ivec sum, __m512i x, __m512i w) {
 #endif
 }
 
-INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const int8_t *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
     const int64_t units = a->in / 2;
     const char *x[MAX_ROWS];
     ivec acc[MAX_ROWS][2];
@@ -195,16 +231,13 @@ INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const int8_
         acc[r][0] = add_products(acc[r][0], pair, w0); \
         acc[r][1] = add_products(acc[r][1], pair, w1); \
     }
-    for (; u < num_next; u++) {
-        __builtin_prefetch(next + u * 2 * PANEL, 0, 2);
-        STEP
-    }
+    for (; u < num_next; u++) { fetch(next, u, 1, 0, PANEL); STEP }
     for (; u < units; u++) { STEP }
 #undef STEP
     for (int r = 0; r < rows; r++) finish_int8(a, acc[r][0], acc[r][1], first + r, column);
 }
 #else
-INLINE void multiply_part_int8(const linear_args *a, const int8_t *panel, const int8_t *next, int64_t num_next, int64_t first, const int rows,
+INLINE void multiply_part_int8(const linear_args *a, const int8_t *panel, const char *next, int64_t num_next, int64_t first, const int rows,
                                const int begin, const int count, ivec (*sums)[2]) {
     const int64_t units = a->in / 2;
     const char *x[MAX_ROWS];
@@ -214,7 +247,7 @@ INLINE void multiply_part_int8(const linear_args *a, const int8_t *panel, const 
         for (int v = 0; v < count; v++) acc[r][v] = _mm256_setzero_si256();
     }
     for (int64_t u = 0; u < units; u++) {
-        if (begin == 0 && u < num_next) __builtin_prefetch(next + u * 2 * PANEL, 0, 2);
+        if (begin == 0 && u < num_next) fetch(next, u, 1, 0, PANEL);
         for (int v = 0; v < count; v += 2) {
             const int8_t *at = panel + u * 2 * PANEL + (begin + v) * 16;
             const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)at));
@@ -233,7 +266,7 @@ INLINE void multiply_part_int8(const linear_args *a, const int8_t *panel, const 
         for (int v = 0; v < count; v++) _mm256_storeu_si256((__m256i *)(void *)sums[r] + begin + v, acc[r][v]);
 }
 
-INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const int8_t *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
     ivec sums[MAX_ROWS][2];
     const int count = rows <= WHOLE_PANEL ? 4 : 2;
     for (int begin = 0; begin < PANEL / 8; begin += count) multiply_part_int8(a, panel, next, num_next, first, rows, begin, count, sums);
@@ -255,7 +288,7 @@ INLINE void store_rounded(int16_t *to, vec x) {
 // One token's x as 16-bit integers and their scale. As large as 32-bit sums of `in` products with int8 allow: 14 bits and a sign at 576 inputs, 10 at 8,960.
 static void quantise(void *context, int64_t token) {
     const linear_args *a = context;
-    const bf16 *x = a->x + token * a->stride;
+    const bf16 *x = (const bf16 *)a->x + token * a->stride;
     float *x_scales = a->scratch;
     int16_t *to = (int16_t *)(x_scales + a->num_tokens) + token * a->in;
     const int64_t most = INT32_MAX / (127 * a->in);
@@ -282,6 +315,15 @@ static int64_t tasks_for(const linear_args *a) {
     return tasks < panels ? tasks : panels;
 }
 
+INLINE void multiply(const linear_args *a, const char *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows,
+                     const int size) {
+    if (size == 1) { multiply_int8(a, (const int8_t *)panel, next, num_next, first, column, rows); return; }
+#if defined(__AVX512BF16__)
+    if (size == 2) { multiply_pairs(a, (const bf16 *)(const void *)panel, next, num_next, first, column, rows); return; }
+#endif
+    multiply_floats(a, panel, next, num_next, first, column, rows, size);
+}
+
 INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
     const int64_t panels = a->out / PANEL, num_tasks = tasks_for(a);
     const int64_t begin = panels * task / num_tasks, end = panels * (task + 1) / num_tasks;
@@ -292,9 +334,8 @@ INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
             const int64_t first = a->num_tokens * g / groups, rows = a->num_tokens * (g + 1) / groups - first;
             const int64_t from = units * g / groups, share = units * (g + 1) / groups - from;
             const int64_t num_next = size == 2 && a->num_tokens <= FEW_ROWS ? 0 : share;
-            const void *fetched = next + from * 2 * PANEL * size;
-#define CASE(R) case R: if (size == 1) { multiply_int8(a, (const int8_t *)panel, fetched, num_next, first, p * PANEL, R); } \
-                        else { multiply(a, (const bf16 *)(const void *)panel, fetched, num_next, first, p * PANEL, R); } break;
+            const char *fetched = next + from * 2 * PANEL * size;
+#define CASE(R) case R: multiply(a, panel, fetched, num_next, first, p * PANEL, R, size); break;
 #if defined(__AVX512F__)
             switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) }
 #else
@@ -305,8 +346,11 @@ INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
     }
 }
 
+static void f32_task(void *context, int64_t task) { some_panels(context, task, 4); }
 static void bf16_task(void *context, int64_t task) { some_panels(context, task, 2); }
 static void int8_task(void *context, int64_t task) { some_panels(context, task, 1); }
+
+EXPORT void linear_f32(linear_args *a) { run_parallel(f32_task, a, tasks_for(a), a->num_threads); }
 
 EXPORT void linear_bf16(linear_args *a) {
     void (*task)(void *, int64_t) = bf16_task, (*prepare)(void *, int64_t) = NULL;

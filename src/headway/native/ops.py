@@ -89,9 +89,9 @@ def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class PackedLinear:
-    """A bf16 weight as linear.c reads it. `gated`: SiLU of the first half of the outputs, times the second half.
+    """A bf16 or float32 weight as linear.c reads it. `gated`: SiLU of the first half of the outputs, times the second half.
 
-    `int8`: kept as 8-bit integers, rounded to the nearest, each output with the scale that makes its largest weight 127.
+    `int8`: a bf16 weight kept as 8-bit integers, rounded to the nearest, each output with the scale that makes its largest weight 127.
     """
 
     def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None, gated: bool = False, int8: bool = False) -> None:
@@ -106,16 +106,18 @@ class PackedLinear:
             weight = weight.view(2, -1, LANES, self.size_in).transpose(0, 1).reshape(weight.shape)
             bias = None if bias is None else bias.view(2, -1, LANES).transpose(0, 1).reshape(bias.shape)
         self.scales: Tensor | None = None
-        self._bytes_per_token = 4 * self.size_in if library.linear_expands else 0
+        self.dtype = weight.dtype
+        self._bytes_per_token = 4 * self.size_in if self.dtype == torch.bfloat16 and library.linear_expands else 0
         if int8:
             self._bytes_per_token = 4 + 2 * self.size_in
             largest = weight.float().abs().amax(dim=1)
             self.scales = (largest / 127).contiguous()
             weight = (weight.float() * (127 / largest).nan_to_num(posinf=0.0)[:, None]).round().to(torch.int8)
-        panel = library.linear_panel
-        self.weight = memory.packed(weight.view(-1, panel, self.size_in // 2, 2).transpose(1, 2))  # [out / panel, in / 2, panel, 2]
+        together = 2 if self.dtype == torch.bfloat16 else 1   # inputs of an output that lie side by side
+        panels = weight.view(-1, library.linear_panel, self.size_in // together, together)
+        self.weight = memory.packed(panels.transpose(1, 2))  # [out / panel, in / together, panel, together]
         self.bias = None if bias is None else bias.contiguous()
-        self._function = library.function("linear", torch.bfloat16)
+        self._function = library.function("linear", self.dtype)
         self._args = _LinearArgs(
             weight=self.weight.data_ptr(), scales=None if self.scales is None else self.scales.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(), gated=gated,
@@ -125,11 +127,11 @@ class PackedLinear:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [num_tokens, size_in] (+ residual, shaped like the result) -> [num_tokens, size_out], `gated` [num_tokens, size_out / 2]."""
         num_tokens, size_in = x.shape
-        if size_in != self.size_in or x.dtype != torch.bfloat16 or x.stride(1) != 1:
-            raise ValueError(f"x must be bfloat16 [n, {self.size_in}], rows dense; got {tuple(x.shape)} {x.dtype}, strides {x.stride()}")
+        if size_in != self.size_in or x.dtype != self.dtype or x.stride(1) != 1:
+            raise ValueError(f"x must be {self.dtype} [n, {self.size_in}], dense rows; got {tuple(x.shape)} {x.dtype}, {x.stride()}")
         y = x.new_empty(num_tokens, self.size_out // 2 if self.gated else self.size_out)
         if residual is not None and (self.gated or residual.shape != y.shape or residual.dtype != y.dtype or not residual.is_contiguous()):
-            raise ValueError(f"the residual must be a contiguous bfloat16 {tuple(y.shape)}, got {tuple(residual.shape)} {residual.dtype}")
+            raise ValueError(f"the residual must be a contiguous {y.dtype} {tuple(y.shape)}, got {tuple(residual.shape)} {residual.dtype}")
         scratch = self.scratch(num_tokens)
         args = self._args
         args.scratch = scratch.data_ptr()
@@ -140,7 +142,7 @@ class PackedLinear:
         return y
 
     def scratch(self, num_tokens: int) -> Tensor:
-        """Where linear.c puts x [num_tokens, size_in] as integers or floats; empty where it multiplies bf16 as it is."""
+        """Where linear.c puts x [num_tokens, size_in] as integers or floats; empty where it multiplies x as it is."""
         return torch.empty(num_tokens * self._bytes_per_token, dtype=torch.uint8)
 
 
@@ -148,7 +150,8 @@ def can_pack(library: Library, weight: Tensor, int8: bool = False) -> bool:
     """Whether linear.c takes this weight [out, in] on this CPU."""
     panel = library.linear_panel
     return bool(
-        panel and weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.dim() == 2
+        panel and weight.device.type == "cpu" and weight.dim() == 2
+        and (weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and not int8))
         and weight.shape[0] % (2 * panel) == 0 and weight.shape[1] % (LANES if int8 else 2) == 0 and weight.numel()
     )
 

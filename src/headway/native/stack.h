@@ -2,24 +2,25 @@
 #pragma once
 #include "kernels.h"
 
-typedef struct { const void *weight; const float *scales; const bf16 *bias; } product;    // as in linear_args
+typedef struct { const void *weight; const float *scales; const void *bias; } product;    // as in linear_args
 
 typedef struct {
-    const bf16 *input_norm, *post_norm, *q_norm, *k_norm;       // q_norm and k_norm: NULL, or [head_dim]
+    const void *input_norm, *post_norm, *q_norm, *k_norm;       // q_norm and k_norm: NULL, or [head_dim]
     product qkv, o, gate_up, down;
     int64_t window;                                             // 0: none
 } layer_record;
 
+// Tensors are bf16 or f32, as the function says.
 typedef struct {
     const layer_record *layers;     // [num_layers]
     void *const *pages;             // [num_layers]
     const rotate_args *rotate;      // of this pass; what differs from layer to layer is filled in here
     const attention_args *attention;
-    const bf16 *entered;            // what the first layer's attention reads instead of its normed input, [num_tokens][enter_size]; NULL: nothing
-    bf16 *x;                        // [num_tokens][hidden], in and out
-    bf16 *normed, *qkv, *attended, *inner;  // scratch: [num_tokens][hidden], [qkv_size], [q_size], [inner_size]
+    const void *entered;            // what the first layer's attention reads instead of its normed input, [num_tokens][enter_size]; NULL: nothing
+    void *x;                        // [num_tokens][hidden], in and out
+    void *normed, *qkv, *attended, *inner;  // scratch: [num_tokens][hidden], [qkv_size], [q_size], [inner_size]
     void *scratch;                  // scratch of linear_args for the widest input, or NULL
-    bf16 *const *outputs;           // [num_layers]: where a copy of each layer's output goes, [num_tokens][hidden], or NULL; NULL: nowhere
+    void *const *outputs;           // [num_layers]: where a copy of each layer's output goes, [num_tokens][hidden], or NULL; NULL: nowhere
     int64_t num_layers, num_tokens, hidden, qkv_size, q_size, inner_size, enter_size;
     int32_t num_threads;
     float eps;
