@@ -62,7 +62,7 @@ class NativeStack:
         return cls(layers, head_dim, library) if same else None
 
     def run(self, x: Tensor, num_layers: int, plan: NativePlan, cache: KVCache, wanted: Sequence[int] = ()) -> tuple[Tensor, list[Tensor]]:
-        """The first layers of `x` [num_tokens, hidden], of the weights' type; new tensors: their output, and that of each layer in `wanted`."""
+        """The first layers of `x` [num_tokens, hidden], of the weights' type; new tensors: their output, and that of the `wanted` ones."""
         if x.shape[1] != self.hidden_size or self.qkv.size_in != self.hidden_size or x.dtype != self.qkv.dtype:
             raise ValueError(f"x must be {self.qkv.dtype} [n, {self.qkv.size_in}], got {tuple(x.shape)} {x.dtype}")
         x = x.clone(memory_format=torch.contiguous_format)
