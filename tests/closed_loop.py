@@ -1,7 +1,8 @@
 """A serving loop without a model: known costs, known acceptance, a clock that is computed. For tests of policies.
 
-The world is a set of requests that decode for ever. Each step a drafter that is asked proposes what the request's `Texture` says,
-of which a random prefix is what the target writes. Policies see the same views and feedback as in the engine.
+The world is a set of requests that decode for ever, or each of which is followed by a new one (`World.request`). Each step a drafter
+that is asked proposes what the request's `Texture` says, of which a random prefix is what the target writes. Policies see the same views
+and feedback as in the engine.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class DrafterCost:
     fixed: float = 0.0
     each: float = 0.02
     step: float = 0.0        # per draft position
+    unseen: float = 0.0      # per token to catch up with
 
 
 def cpu(work: Work) -> float:
@@ -66,6 +68,7 @@ class World:
     clock: Callable[[int, float], float] = lambda step, ms: ms   # what the policy is told a time was
     targets: Mapping[int, float] = field(default_factory=dict)   # request -> tpot_slo_ms
     breadth: int = 1         # nodes of a draft at each depth; one of them is continued
+    request: Callable[[int], tuple[int, int]] | None = None   # serial -> tokens of its prompt and of its answer; None: one without an end
 
 
 @dataclass
@@ -93,17 +96,24 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
     policy.start(Setup(views, world.max_k, costs))
     n = world.num_requests
     context = np.full(n, 300)
+    ids, left, serial = list(range(n)), [0] * n, n
+    if world.request is not None:
+        for i in range(n):
+            context[i], left[i] = world.request(i)
     per_step, per_request = np.zeros((2, steps), int), np.zeros((2, steps, n), int)
     result = Result(np.zeros(steps), *per_step, *per_request, policy, [])
     asked_at: dict[tuple[str, int], int] = {}
     for step in range(steps):
         view = BatchView(
             step, tuple(
-                SequenceView(i, int(context[i]), 10, True, world.max_k, world.greedy, 0, 0, 0, 1, world.targets.get(i)) for i in range(n)
+                SequenceView(seq_id, int(context[i]), 10, True, world.max_k, world.greedy, 0, 0, 0, 1, world.targets.get(i))
+                for i, seq_id in enumerate(ids)
             ),
             0, 1000, 4096, names, world.max_k,
         )  # fmt: skip
-        wishes, shadow_wishes = policy.plan(view), policy.shadow(view)
+        slots = {seq_id: i for i, seq_id in enumerate(ids)}
+        wishes = {slots[seq_id]: choice for seq_id, choice in policy.plan(view).items()}
+        shadow_wishes = {slots[seq_id]: choice for seq_id, choice in policy.shadow(view).items()}
         drafting, drafts, shadows, draft_ms = [], {}, [], 0.0
         looked: dict[int, list[tuple[str, int, int, int, tuple[float, ...] | None]]] = {}
         settled: set[int] = set()
@@ -114,16 +124,16 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
                 draft_ms += took
                 drafting.append(DrafterFeedback(name, len(ks), max(ks.values()), 0, 0, world.clock(step, took)))
                 for i, k in ks.items():
-                    looked.setdefault(i, []).append((name, k, *_draft(world, random, step, i, name, k)))
-        found = [DraftView(i, name, length, True, told) for i, each in looked.items() for name, _, length, _, told in each if length]
+                    looked.setdefault(i, []).append((name, k, *_draft(world, random, step, ids[i], name, k)))
+        found = [DraftView(ids[i], name, length, True, told) for i, each in looked.items() for name, _, length, _, told in each if length]
         taken = policy.take(found, view)
         for i, each in looked.items():
             for name, _, length, right, told in each:
-                if taken.get(i) == name:
+                if taken.get(ids[i]) == name:
                     settled.add(i)
                     drafts[i] = name, length, right, told
                 elif length:
-                    shadows.append(ShadowFeedback(i, name, 0, length, right, told))
+                    shadows.append(ShadowFeedback(ids[i], name, 0, length, right, told))
         for name, price in world.drafters.items():
             mine = {i: c.k for i, c in wishes.items() if c.drafter == name and c.k > 0 and i not in settled}
             watched = {i: c.k for i, c in shadow_wishes.items() if c.drafter == name and i not in mine}
@@ -131,37 +141,42 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
                 continue
             ks = [*mine.values(), *watched.values()]
             took = price.fixed + price.each * len(ks) + price.step * max(ks)
+            unseen = sum(max(0, int(context[i]) - 1 - asked_at.get((name, ids[i]), 0)) for i in (*mine, *watched))
+            asked_at.update({(name, ids[i]): int(context[i]) for i in (*mine, *watched)})
+            took += price.unseen * unseen
             draft_ms += took
-            unseen = sum(max(0, int(context[i]) - 1 - asked_at.get((name, i), 0)) for i in (*mine, *watched))
-            asked_at.update({(name, i): int(context[i]) for i in (*mine, *watched)})
             drafting.append(DrafterFeedback(name, len(ks), max(ks), unseen, 0, world.clock(step, took)))
-            drafts.update({i: (name, *_draft(world, random, step, i, name, k)) for i, k in mine.items()})
+            drafts.update({i: (name, *_draft(world, random, step, ids[i], name, k)) for i, k in mine.items()})
             for i, k in watched.items():
-                length, right, told = _draft(world, random, step, i, name, k)
-                shadows.append(ShadowFeedback(i, name, 0, length, min(right, length), told))
+                length, right, told = _draft(world, random, step, ids[i], name, k)
+                shadows.append(ShadowFeedback(ids[i], name, 0, length, min(right, length), told))
         free = {i for i in range(n) if world.deterministic or world.greedy or i in settled or drafts.get(i, ("",))[0] in world.copying}
-        views = [DraftView(i, name, length, i in free, told) for i, (name, length, _, told) in drafts.items() if length]
+        views = [DraftView(ids[i], name, length, i in free, told) for i, (name, length, _, told) in drafts.items() if length]
         lengths = {view.seq_id: view.length for view in views} | dict(policy.select(views, view))
         sequences = []
         for i in range(n):
             name, length, right, told = drafts.get(i, (NO_DRAFT, 0, 0, None))
-            verified = min(length, lengths.get(i, length))
+            verified = min(length, lengths.get(ids[i], length))
             accepted = min(right, verified)
             if accepted == verified < length and (world.deterministic or world.greedy or name in world.copying):
-                shadows.append(ShadowFeedback(i, name, verified, length, min(right, length) - verified, told))
+                shadows.append(ShadowFeedback(ids[i], name, verified, length, min(right, length) - verified, told))
             k = world.max_k if i in settled else wishes[i].k if i in wishes else 0
             sure = told[:verified] if told else None
             if world.breadth > 1 and verified:
                 nodes = verified * world.breadth
                 parents = tuple(-1 if node < world.breadth else node - node % world.breadth - world.breadth for node in range(nodes))
                 path = tuple(range(0, accepted * world.breadth, world.breadth))
-                sequences.append(SequenceFeedback(i, name, k, nodes, nodes, accepted, int(context[i]), None, parents, path))
+                sequences.append(SequenceFeedback(ids[i], name, k, nodes, nodes, accepted, int(context[i]), None, parents, path))
             else:
-                sequences.append(SequenceFeedback(i, name, k, length, verified, accepted, int(context[i]), sure))
+                sequences.append(SequenceFeedback(ids[i], name, k, length, verified, accepted, int(context[i]), sure))
             context[i] += accepted + 1
             result.by_request[step, i], result.k_by_request[step, i] = accepted + 1, verified * world.breadth
-            if context[i] > 900:
+            left[i] -= accepted + 1
+            if world.request is None and context[i] > 900:
                 context[i] = 300
+            elif world.request is not None and left[i] <= 0:
+                ids[i], serial = serial, serial + 1
+                context[i], left[i] = world.request(ids[i])
         work = Work(n, n + int(result.k_by_request[step].sum()), int(context.sum()))
         cost = world.later[1] if world.later and step >= world.later[0] else world.cost
         ms = (cost(work) * float(np.exp(world.noise * random.normal())) + draft_ms) * world.slowdown(step)

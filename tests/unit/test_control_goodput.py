@@ -259,6 +259,27 @@ def test_a_dear_drafter_that_was_given_up_comes_back_when_it_pays(names: tuple[s
     assert result.rate(400, 800) >= 0.97 / 13.8
 
 
+@pytest.mark.parametrize(("names", "begin", "end"), [(("eagle",), 0, 300), (("eagle", "suffix"), 400, 600)])
+def test_a_network_that_was_of_no_use_drafts_again_for_other_requests(names: tuple[str, ...], begin: int, end: int) -> None:
+    """Long prompts whose answers are copied, and then chat. Each request has to be read before the network can be tried on it."""
+    edit = {"eagle": Texture(1.0, 16, 0.12), "suffix": Texture(0.6, 8, 0.9)}
+    chat = {"eagle": Texture(1.0, 16, 0.5), "suffix": Texture(0.15, 3, 0.35)}
+    costs = {"eagle": DrafterCost(0.6, 0.2, 0.9, unseen=0.07), "suffix": DrafterCost(0.05, 0.05)}
+    shares = []
+    for seed in range(8):
+        world = World(
+            1, lambda step, request: edit if request < 10 else chat,
+            lambda work: 12.6 + 1.2 * work.num_tokens + 5.0 * (work.num_tokens > 3),
+            drafters={name: costs[name] for name in names}, deterministic=False, copying=("suffix",), seed=seed,
+            request=lambda serial: (500, 64) if serial < 10 else (50, 72),
+        )  # fmt: skip
+        feedback = run(Goodput(), world, 1300, keep=True).feedback
+        turn = next(step.step for step in feedback if step.sequences[0].seq_id == 10)
+        drafted = [step.sequences[0].drafter == "eagle" and step.sequences[0].num_drafts > 0 for step in feedback[turn:]]
+        shares.append(np.mean(drafted[begin:end]))
+    assert np.mean(shares) > 0.8
+
+
 # -- several drafters ---------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,8 @@ FloatArray = NDArray[np.float64]
 
 FIRST_ASKS = 32          # asks of a new drafter, half of them in one step, before a whole large batch asks it
 KNOWN_ASKS = 16          # of one that was known in an earlier run
+PROBE_SHARE = 0.005      # of the time may go into trying drafters where they do not seem to pay
+NETWORK_SHARE = 0.01     # one that reads what it drafts for: a first look at a request takes it half a step, and finds more
 _FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
 _FIRST_TIMES = 4         # that its drafting was timed, after which its price is known well enough not to vary them for it
 FOUND_ASKS = 16          # of a request, after a probe that found something, that count as what the probe brought
@@ -50,6 +52,7 @@ class Candidate:
         self.reached = Mean(_REACHED_MEMORY, 1.0, 1.0)   # share of the requests it is to draft for that cheaper drafters leave to it
         self.first_asks = FIRST_ASKS
         self.watched: dict[int, float] = {}  # shadow drafts under way: seq_id -> tokens a verified token would cost
+        self.probe_share = PROBE_SHARE if view.deterministic else NETWORK_SHARE
         self.share = 0.0                     # of the sequences, that it is asked for
         self.busy = 0.0                      # the same, lately
         self.told: bool | None = None
@@ -128,15 +131,15 @@ class Candidate:
         """Milliseconds that drafting to the end costs more than one draft."""
         return self._costs.predict_draft(self.name, num_rows, self.max_k) - self._costs.predict_draft(self.name, num_rows, 1)
 
-    def affords(self, step: int, income: float, num_others: int, num_unseen: int, deciding_ms: float) -> bool:
+    def affords(self, step: int, plain_ms: float, num_others: int, num_unseen: int, deciding_ms: float) -> bool:
         """Whether to try it on all `num_others` sequences for which it does not seem to pay, now: all at once, since verifying pays for
-        its fixed costs only when many have something to verify. `income`: milliseconds a step that may go into this; `num_unseen`: tokens
-        it would have to catch up with; `deciding_ms`: what a step with drafts takes of the policy's own time."""
+        its fixed costs only when many have something to verify. `plain_ms`: its part of a plain step; `num_unseen`: tokens it would
+        have to catch up with; `deciding_ms`: what a step with drafts takes of the policy's own time."""
         fixed, each, per_unseen = self.prices(step)
         price = fixed + each * num_others + per_unseen * num_unseen + deciding_ms
         elapsed = max(1, min(_LONGEST_REST, step - self._probed_at))
         self._probed_at = step
-        self._credit = max(self._credit, min(self._credit + elapsed * income, 2.0 * price))
+        self._credit = max(self._credit, min(self._credit + elapsed * self.probe_share * plain_ms, 2.0 * price))
         self._probe_ms = price
         if num_others == 0 or self._credit < price or (self.account.off and step < self.account.until):
             return False

@@ -14,10 +14,10 @@ reached lately. Every decision compares tokens gained with milliseconds spent at
 Sampled drafts get their length from statistics known before they are drawn and are verified whole, as the losslessness rule of
 control/policy.py demands. Drafts that are a function of the prefix are trimmed after drafting, when their confidence is known.
 
-Exploration is paid from a bucket per drafter, together PROBE_SHARE of the time: requests it does not seem to pay for are
-tried again, all at once; where another drafter is at work, with a shadow draft that is not verified. What probes lead to is put back
+Exploration is paid from a bucket per drafter, together a share of the time (control/candidate.py): requests it does not seem to pay for
+are tried again, all at once; where another drafter is at work, with a shadow draft that is not verified. What probes lead to is put back
 into the bucket, so that bursts of copied text pay for finding the next one. A shadow draft of a drafter that is switched off grants
-another where it would have paid: it then spends PROBE_SHARE over the share of those that would not. New drafters: control/trial.py.
+another where it would have paid: it then spends that share over the share of those that would not. New drafters: control/trial.py.
 
 What is decided before drafting holds for HOLD_STEPS while the batch stays the same, and when nobody is worth asking nothing is decided
 for REST_STEPS. The policy's own time has a price, too: when all that asking would gain is less than that, nobody is asked. What is
@@ -51,7 +51,6 @@ from headway.errors import ConfigError
 from headway.types import Choice, Feedback, Forecast, SequenceFeedback, ShadowFeedback
 
 OBJECTIVES = ("throughput", "latency")
-PROBE_SHARE = 0.005      # of the time, over all drafters
 WAKE_STEPS = 16          # steps over which catching up after a sleep is written off
 REST_STEPS = 6           # steps decided at once when nobody is worth asking: then deciding must cost nothing, too
 HOLD_STEPS = 4           # steps for which it stays decided who is asked, while the batch is the same
@@ -61,6 +60,7 @@ LITTLE = 0.25            # of what the dearest drafter costs: one of nearly the 
 STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
 RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before a drafter is switched on again
 _DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_SHADOW_DEPTH = 2        # drafts of a shadow whose drafter takes time for each
 _NUM_SHADOWS = 8         # shadow drafts before it is judged whether a drafter comes back
 _SPEEDUP_MEMORY = 100.0  # steps
 _DECIDING_MEMORY = 50.0  # steps
@@ -207,10 +207,10 @@ class Goodput(Policy):
             [i for i, who in enumerate(owner) if who != index and not (cheap[index] and who != _NOBODY and not cheap[who])]
             for index in range(len(cheap))
         ]
-        income = PROBE_SHARE * step.plain_ms / max(1, len(rest) - rest.count([]))
+        plain_ms = step.plain_ms / max(1, len(rest) - rest.count([]))
         for index, (drafter, others) in enumerate(zip(self._drafters, rest, strict=True)):
             unseen = sum([able[i].num_context - 1 - known[index][i].seen for i in others])
-            if not drafter.affords(step.number, income, len(others), unseen, self._deciding.value):
+            if not drafter.affords(step.number, plain_ms, len(others), unseen, self._deciding.value):
                 continue
             free = [
                 i for i in others if not drafter.account.off and (owner[i] == _NOBODY or (cheap[owner[i]] and not cheap[index]))
@@ -324,7 +324,8 @@ class Goodput(Policy):
     def _watch(self, drafter: Candidate, seq: SequenceView, step: Step) -> None:
         """A shadow draft, unless one is under way already."""
         if seq.seq_id not in self._wishes and seq.seq_id not in drafter.watched:
-            self._wishes[seq.seq_id] = self._choice(drafter.name, min(drafter.max_k, seq.max_k))
+            k = min(drafter.depth, _SHADOW_DEPTH) if drafter.rise(1) > STEEP * step.plain_ms else drafter.max_k
+            self._wishes[seq.seq_id] = self._choice(drafter.name, min(k, seq.max_k))
             drafter.watched[seq.seq_id] = step.rate * step.verify_ms
 
     def _choice(self, name: str, k: int, first: tuple[Choice, ...] = ()) -> Choice:
@@ -383,9 +384,8 @@ class Goodput(Policy):
             self._read()
 
     def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        for step, feedback in unread:
-            self._take_in(step, feedback)
+        while self._unread:
+            self._take_in(*self._unread.pop(0))
 
     def _take_in(self, step: Step | None, feedback: Feedback) -> None:
         self._costs.observe(feedback)
@@ -414,9 +414,8 @@ class Goodput(Policy):
             self._speedup.observe(step.plain_ms / feedback.step_ms, min(20.0, feedback.step_ms / step.plain_ms))
             return
         self._deciding.observe(min(feedback.policy_ms, 0.1 * step.plain_ms))
-        drafting = {part.drafter for part in feedback.drafters}
+        drafting, num_rows = {part.drafter for part in feedback.drafters}, len(feedback.sequences)
         rest = max(1e-3, feedback.step_ms - sum([part.draft_ms for part in feedback.drafters]))
-        num_rows = len(feedback.sequences)
         drafts = {name: sum([seq.num_drafts for seq in mine]) for name, mine in verified.items()}
         accepted = {name: sum([seq.num_accepted for seq in mine]) for name, mine in verified.items()}
         num_drafts = sum(drafts.values())
@@ -427,10 +426,11 @@ class Goodput(Policy):
         plain_steps = min(20.0, feedback.step_ms / step.plain_ms)
         self._speedup.observe((1.0 + sum(accepted.values()) / num_rows) / plain_steps, plain_steps)
         beyond = min(4.0, max(-0.5, rest / step.plain_ms - 1.0))
+        probing = {step.asked[seq_id].name for seq_id in step.probed if seq_id in step.asked}
         for drafter in self._drafters:
             name = drafter.name
-            # What a target asks for is no loss of the drafter's.
-            if drafter.account.off or step.hurried or not (name in drafts or name in drafting):
+            # What a target asks for is no loss of the drafter's, and probes are paid for.
+            if drafter.account.off or step.hurried or name in probing or not (name in drafts or name in drafting):
                 continue
             share = drafts.get(name, 0) / max(1, num_drafts)
             spent = drafter.drafting_ms(feedback) / step.plain_ms + beyond * share
