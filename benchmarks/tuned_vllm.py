@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--untuned", type=json.loads, help="speculative config to compare with; default: the same drafter, k = 4")
     parser.add_argument("--off", action="store_true", help="also vLLM without speculation")
     parser.add_argument("--model", default="smollm2-135m", help="anything `headway serve` takes")
+    parser.add_argument("--dtype", default="bfloat16", help="vLLM's")
     parser.add_argument("--workloads", nargs="+", default=["code-edit"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--output-len", type=int, default=64)
@@ -95,7 +96,8 @@ def main() -> None:
                 cells.append({"workload": workload, "concurrency": concurrency, **summary(runs), "runs": runs})
                 print(json.dumps({key: value for key, value in cells[-1].items() if key != "runs"}), flush=True)
                 ready_s = {server.name: server.ready_s for server in servers}
-                write({"benchmark": "tuned_vllm", "configs": configs, "ready_s": ready_s, "cells": cells, **origin()}, options.output)
+                what = {"benchmark": "tuned_vllm", "dtype": options.dtype, "configs": configs}
+                write({**what, "ready_s": ready_s, "cells": cells, **origin()}, options.output)
     finally:
         for server in servers:
             server.stop()
@@ -105,7 +107,7 @@ def start(name: str, config: dict[str, Any] | None, port: int, options: argparse
     """A vLLM server, stopped once it answers. One that refuses its speculative config ends here."""
     speculation = [] if config is None else ["--speculative-config", json.dumps(config)]
     model = str(hub.resolve(options.model))
-    command = [options.vllm, "serve", model, "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64"]
+    command = [options.vllm, "serve", model, "--dtype", options.dtype, "--max-model-len", "2048", "--max-num-seqs", "64"]
     env = vllm_env(options.vllm, options.kv_cache_gib, all_cores=False)
     server = Server(name, [*command, *speculation, "--port", str(port)], port, env)
     server.sleep()
