@@ -148,9 +148,10 @@ class Candidate:
 
     def refund(self, ms: float, plain_ms: float) -> None:
         """Asking where probes led to saved so much time, net of verification. What can be copied comes in bursts: where a probe has found
-        something the next ones find more, so they are paid for by what they bring, and together never cost more than that."""
+        something the next ones find more, so they are paid for by what they bring, and together never cost more than that. What verifying
+        them lost is owed, and earned before the next one."""
         if np.isfinite(ms):
-            self._credit = max(0.0, min(self._credit + ms, max(self._credit, _MOST_SAVED * plain_ms)))
+            self._credit = max(-_MOST_SAVED * plain_ms, min(self._credit + ms, max(self._credit, _MOST_SAVED * plain_ms)))
 
     def look_again(self) -> None:
         """A shadow draft would have paid: another one is granted. What was read for it need not be read again, and where such drafts are
