@@ -42,9 +42,9 @@ dev: $(DEV_STAMP)
 serve: install
 	$(BIN)/headway serve "$(MODEL)" --host $(HOST) --port $(PORT)
 
-# Most tests keep one core busy whatever there is, so files run side by side, each process on one thread; those that take longest come first.
+# Most tests keep one core busy whatever there is, so they run side by side, each process on one thread.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: dev
 	$(PYTEST) -m "not heavy and not gpu"

@@ -48,7 +48,7 @@ class Watched(Goodput):
         self._believed: dict[int, Sequence[float]] = {}
 
     def select(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, int]:
-        self._believed = {draft.seq_id: list(self.reach(draft)) for draft in drafts}
+        self._believed = {draft.seq_id: self._by_name[draft.drafter].reach(draft) for draft in drafts}
         return super().select(drafts, view)
 
     def observe(self, feedback: Feedback) -> None:

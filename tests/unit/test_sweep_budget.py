@@ -83,17 +83,16 @@ def test_time_for_the_first_rounds_of_dear_cells_is_kept(monkeypatch: pytest.Mon
     assert budget.forecast(dear) == (0.0, 0.0)   # nothing is known yet: it is tried
     machine.now = 60.0
     budget.learn(cheap, 2, 50.0)   # five seconds a request with its lead-in: 9 of them, 10 s of a first round to come
-    share = budget.share(2)
-    assert share == 60.0 + 540.0 / 2
-    assert budget.has_time_for_more(20.0, share, [])
-    assert not budget.has_time_for_more(271.0, share, [])
+    assert budget.has_time_for_more(269.0, 60.0, [cheap])   # half of what is left
+    assert not budget.has_time_for_more(271.0, 60.0, [cheap])
     budget = Budget(10.0, 0.0, {"mixed@1": {"concurrency": 1, "s_per_work": 480.0 / 5 / dear.request_work}})
     assert sum(budget.forecast(dear)) == pytest.approx(480.0)
-    assert budget.has_time_for_more(59.0, share, [dear])
-    assert not budget.has_time_for_more(61.0, share, [dear])
+    assert budget.has_time_for_more(59.0, 60.0, [dear])
+    assert not budget.has_time_for_more(61.0, 60.0, [dear])
     assert budget.has_time_for_first(dear)
     machine.now = 121.0
     assert not budget.has_time_for_first(dear)
+    assert budget.has_time_for_more(470.0, 60.0, [dear])   # which keeps nothing from others then
 
 
 def test_a_forecast_is_that_of_the_nearest_concurrency_by_tokens() -> None:
@@ -105,7 +104,7 @@ def test_a_forecast_is_that_of_the_nearest_concurrency_by_tokens() -> None:
     assert budget.forecast(each) == pytest.approx((25 * 3.0 * each.request_work, (4 + 12) * 3.0 * each.request_work))
     assert budget.forecast(planned("chat@16"))[0] == pytest.approx(16 * 2.0 * planned("chat@16").request_work)   # its own
     assert budget.has_time_for_first(each)
-    assert budget.has_time_for_more(1e9, budget.share(3), [each])
+    assert budget.has_time_for_more(1e9, 0.0, [each])
     [ramp] = cells(SweepOptions(workloads="", patterns="ramp"))
     assert ramp.lead_in_work == 0
     [poisson] = cells(SweepOptions(workloads="", patterns="poisson"))

@@ -42,11 +42,6 @@ class Budget:
         self._end = math.inf if minutes is None else began + 60.0 * minutes
         self._paces = paces
 
-    def share(self, num_cells: int) -> float:
-        """Until when a cell may take, with `num_cells` to go."""
-        now = time.perf_counter()
-        return now + (self._end - now) / num_cells
-
     def learn(self, planned: Planned, num_rounds: int, seconds: float) -> None:
         """What a lead-in and so many rounds took."""
         num_requests = planned.cell.lead_in_work + num_rounds * planned.cell.load.num_prompts
@@ -68,7 +63,10 @@ class Budget:
         """For the lead-in and a round, whatever the cell's share: no cell is left out because it is dear while there is time."""
         return time.perf_counter() + sum(self.forecast(planned)) <= self._end
 
-    def has_time_for_more(self, seconds: float, share: float, later: Iterable[Planned]) -> bool:
-        """For another round within the share, with time left for the first round of all `later` cells."""
-        reserved = sum(sum(self.forecast(each)) for each in later)
-        return time.perf_counter() + seconds <= min(share, self._end - reserved)
+    def has_time_for_more(self, seconds: float, began: float, later: Iterable[Planned]) -> bool:
+        """For another round of a cell that began then, within an equal share of what was left, and with time for the first round of all
+        `later` cells; those for which there is none whatever happens here keep nothing from others."""
+        now = time.perf_counter()
+        reserved = [needed for needed in (sum(self.forecast(each)) for each in later) if now + needed <= self._end]
+        share = began + (self._end - began) / (1 + len(reserved))
+        return now + seconds <= min(share, self._end - sum(reserved))

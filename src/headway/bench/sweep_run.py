@@ -261,7 +261,7 @@ class Sweep:
     def _cell(self, planned: Planned, later: list[Planned]) -> None:
         """The rounds that are missing; those that there is no time for are left out and named."""
         cell, todo, budget = planned.cell, planned.todo, self._budget
-        began, share = time.perf_counter(), budget.share(1 + len(later))
+        began = time.perf_counter()
         if not budget.has_time_for_first(planned):
             lead_in, took = budget.forecast(planned)
             self._leave_out(cell, len(todo), lead_in + took * len(todo))
@@ -269,7 +269,7 @@ class Sweep:
         turns = self.turns(cell, planned.prompts, todo[0])
         took = 0.0
         for done, number in enumerate(todo):
-            if done and not budget.has_time_for_more(took, share, later):
+            if done and not budget.has_time_for_more(took, began, later):
                 self._leave_out(cell, len(todo) - done, took * (len(todo) - done))
                 break
             round_began = time.perf_counter()
