@@ -87,7 +87,7 @@ def start(name: str, index: int, directory: str, folder: str, options: argparse.
 
 def start_all(directory: str, folder: str, options: argparse.Namespace) -> tuple[list[Server], BaseException | None]:
     """A few at a time: most of a start is one thread's work. Returns those that are ready, and why not all are."""
-    names = options.configurations.split(",")
+    names = dict.fromkeys([*options.configurations.split(","), *(options.drift_configurations.split(",") if options.drift else [])])
     with ThreadPoolExecutor(options.start_together) as pool:
         waiting = [pool.submit(start, name, index, directory, folder, options) for index, name in enumerate(names)]
     errors = [one.exception() for one in waiting]
@@ -250,8 +250,7 @@ def cells_of(options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
     """(workload, concurrency, configurations)"""
     names = options.configurations.split(",")
     cells = [(workload, concurrency, names) for workload in options.workloads.split(",") for concurrency in options.concurrency]
-    drifting = [name for name in names if name in options.drift_configurations.split(",")]
-    return cells + [("drift", concurrency, drifting) for concurrency in options.drift]
+    return cells + [("drift", concurrency, options.drift_configurations.split(",")) for concurrency in options.drift]
 
 
 def measure(servers: list[Server], load: Load, results: Results, ends: float, options: argparse.Namespace) -> None:
@@ -293,7 +292,7 @@ def main() -> None:
     parser.add_argument("--vllm", help="the vllm executable; needed for measuring")
     parser.add_argument("--model", default="smollm2-135m", help="anything `headway serve` takes")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--configurations", default="none,k2,k4,table,headway,headway+proposer")
+    parser.add_argument("--configurations", default="none,k2,k4,headway,headway+proposer", help="of every cell but the drifting one")
     parser.add_argument("--workloads", default="code-edit,chat,mixed")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--drift", type=int, nargs="*", default=[16], help="concurrency of the drifting load; none: leave it out")
