@@ -278,3 +278,14 @@ def test_a_new_kind_of_step_is_learned_at_once() -> None:
     errors = [seen(32, 24) for _ in range(12)]
     assert errors[0] > 0.15, "no surprise: the test proves nothing"
     assert max(errors[6:]) < 0.08
+
+
+def test_first_steps_that_took_too_long_are_forgotten_when_others_disprove_them() -> None:
+    model = CostModel()
+    prefill, plain, verifying = Work(8, 2048, 2048, 2048), Work(8, 8, 4000), Work(8, 24, 4000)
+    model.observe(feedback(prefill, 8000.0))
+    for _ in range(2):
+        model.observe(feedback(verifying, 3000.0))   # something was compiled
+    model.observe(feedback(plain, 100.0))
+    assert model.curve(8, 24, 0, 4000)[0] < 1000.0
+    assert model.curve(8, 2048, 0, 2048, 2048)[0] == pytest.approx(8000.0, rel=0.3)   # that long it may take: 256 times as many tokens

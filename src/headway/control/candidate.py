@@ -26,6 +26,7 @@ _FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
 _FIRST_TIMES = 4         # that its drafting was timed, after which its price is known well enough not to vary them for it
 FOUND_ASKS = 16          # of a request, after a probe that found something, that count as what the probe brought
 _MOST_SAVED = 10.0       # plain steps' time that can be saved up for probes that way
+_MOST_OWED = 2.0         # that can be owed: more was no loss but a wrong price
 _LONGEST_REST = 8        # steps between two decisions that count as time to earn probes
 _PRICED_STEPS = 8        # steps for which a price holds
 _LEAST_JUDGED = 12       # judged tokens that are waited for before the acceptance model learns, while it knows little
@@ -139,6 +140,7 @@ class Candidate:
         price = fixed + each * num_others + per_unseen * num_unseen + deciding_ms
         elapsed = max(1, min(_LONGEST_REST, step - self._probed_at))
         self._probed_at = step
+        self._credit = max(self._credit, -_MOST_OWED * plain_ms)
         self._credit = max(self._credit, min(self._credit + elapsed * self.probe_share * plain_ms, 2.0 * price))
         self._probe_ms = price
         if num_others == 0 or self._credit < price or (self.account.off and step < self.account.until):
@@ -151,7 +153,7 @@ class Candidate:
         something the next ones find more, so they are paid for by what they bring, and together never cost more than that. What verifying
         them lost is owed, and earned before the next one."""
         if np.isfinite(ms):
-            self._credit = max(-_MOST_SAVED * plain_ms, min(self._credit + ms, max(self._credit, _MOST_SAVED * plain_ms)))
+            self._credit = max(-_MOST_OWED * plain_ms, min(self._credit + ms, max(self._credit, _MOST_SAVED * plain_ms)))
 
     def look_again(self) -> None:
         """A shadow draft would have paid: another one is granted. What was read for it need not be read again, and where such drafts are

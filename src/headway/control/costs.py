@@ -61,6 +61,7 @@ _REGIME = 0.2           # change of speed, as a logarithm, after which all cells
 _LEAST_WEIGHT = 0.1     # a cell that counts less is forgotten
 _DEVALUE = 3.0          # how much less: 30 % of a change halves them
 _OUTLIER_RUN = 6        # this many outliers in a row are no outliers
+_IN_PARTS = 1.5         # times what a step would take in parts: more must have been something else, as compilation
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +293,8 @@ class _Fit:
             self._outliers = []
         if 0 < len(self._outliers) < _OUTLIER_RUN:
             return
+        if log_error < -max(0.7, 2.0 * bound):
+            self._disprove(raw, ms)
         if self._outliers:   # so many in a row are no outliers: the machine has changed
             self.speed *= math.exp(float(np.median(self._outliers)))
             self._outliers = []
@@ -310,6 +313,17 @@ class _Fit:
         """Whether steps like this one were hardly learned from, or not for a while."""
         cell = self._cells.get(_key(raw))
         return cell is None or cell.weight < _YOUNG or self.num_observed - cell.seen > _RARE
+
+    def _disprove(self, raw: Sequence[float], ms: float) -> None:
+        """Forgets steps that took longer than as many like this one as they could be done in: first steps do, where something is compiled
+        or read from disk. While those that verify seem to take that long nothing is verified, and nobody would ever find out."""
+        for key, cell in list(self._cells.items()):
+            parts = math.prod([
+                max(1.0, there / here) if here > 0.0 else math.inf if there > 0.0 else 1.0
+                for there, here in zip(cell.raw, raw, strict=True)
+            ])  # fmt: skip
+            if cell.ms * self.speed > _IN_PARTS * parts * ms and len(self._cells) > 1:
+                del self._cells[key]
 
     def learn(self, raw: Sequence[float], ms: float, weight: float = 1.0) -> None:
         key = _key(raw)

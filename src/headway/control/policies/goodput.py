@@ -465,7 +465,7 @@ class Goodput(Policy):
             return
         for seq_id, (look, promise) in some(list(step.left.items()), feedback.step):
             look.worth.learn(seq_id, promise)
-        if step.asked:
+        if step.asked and self._costs.is_known:   # else nobody knows the price
             price = step.rate * step.verify_ms
             for seq in some(feedback.sequences, feedback.step):
                 if (candidate := step.asked.get(seq.seq_id)) is not None and seq.seq_id not in step.hurried:
