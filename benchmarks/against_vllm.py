@@ -10,7 +10,8 @@ configuration it computes on that one, too. A cell is WORKLOAD@REQUESTS. `--prom
 library's sources instead of a workload, and cells are then numbers: what a first token costs.
 
 Each server runs in a session of its own and is stopped (SIGSTOP) while another is measured, since an idle vLLM worker still polls. A round
-of a cell puts the same prompts on every server, and ratios are taken within a round; who begins rotates. Prints the median over rounds
+of a cell puts the same prompts on every server, none of which any of them has seen before: an engine that remembers prompts or answers
+would only repeat itself. Ratios are taken within a round; who begins rotates. Prints the median over rounds
 (least to largest) of each Headway's speed over each vLLM's, and over the round's fastest vLLM. Needs a vLLM installation; only the
 benchmarks that name vLLM do.
 """
@@ -32,6 +33,7 @@ from typing import Any
 from record import origin, write
 from servers import BIN, Server, vllm_env, vllm_version
 
+from headway.bench.workloads import Prompt, Prompts
 from headway.engine.tokenizer import Tokenizer
 from headway.models import hub
 
@@ -39,6 +41,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4,
 TABLE = {**NGRAM, "num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": [[1, 4, 8], [5, 16, 4], [17, 64, 0]]}
 CONFIGURATIONS = ("headway:off", "headway:ngram-k4", "headway:default", "vllm:off", "vllm:off+all", "vllm:ngram-k4", "vllm:table")
 CELLS = ("code-edit@1", "code-edit@4", "code-edit@16", "code-edit@32", "chat@1", "chat@8", "chat@32")
+SEED = 0       # of the prompts
 NAME = re.compile(r"(headway|vllm):(off|default|table|ngram-k([1-9]\d*))(\+all)?")
 KEPT = ("output_tokens_per_s", "tpot_ms", "ttft_ms", "mean_acceptance_length", "num_output_tokens", "output_hash", "errors", "invalid")
 
@@ -69,40 +72,38 @@ def start(name: str, port: int, options: argparse.Namespace, directory: str) -> 
     return server
 
 
-def long_prompts(tokenizer: Tokenizer, num_tokens: int) -> Iterator[str]:
+def long_prompts(tokenizer: Tokenizer, num_tokens: int) -> Iterator[Prompt]:
     """Texts of `num_tokens` tokens (a token more or less), one after the other from the standard library's sources."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.glob("*.py")):
         token_ids = tokenizer.encode(path.read_text(encoding="utf-8", errors="replace"))
         for begin in range(0, len(token_ids) - num_tokens, num_tokens):
-            yield tokenizer.decode(token_ids[begin : begin + num_tokens])
+            yield Prompt(text=tokenizer.decode(token_ids[begin : begin + num_tokens]))
 
 
 class Cell:
     """One workload at one load, round after round."""
 
-    def __init__(self, name: str, options: argparse.Namespace, prompts: Iterator[str], scratch: Path) -> None:
-        workload, _, number = name.rpartition("@")
-        self.name, self.workload, self.concurrency = name, workload, int(number)
+    def __init__(self, name: str, options: argparse.Namespace, prompts: Iterator[Prompt], scratch: Path) -> None:
+        self.name, self.concurrency = name, int(name.rpartition("@")[2])
         self.options, self.prompts, self.scratch = options, prompts, scratch
         self.num_prompts = max(options.min_prompts, self.concurrency)
         self.rounds: list[dict[str, dict[str, Any]]] = []
 
     def run(self, servers: list[Server]) -> None:
         """One more round."""
-        workload = self.workload
-        if not workload:   # each round has prompts of its own, and one more to warm up with
-            workload = f"jsonl:{self.scratch}"
-            found = itertools.islice(self.prompts, self.num_prompts + 1)
-            self.scratch.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in found))
+        lines = [
+            {"prompt": prompt.text} if prompt.text else {"messages": prompt.messages}
+            for prompt in itertools.islice(self.prompts, self.num_prompts + 1)   # one more to warm up with
+        ]
+        self.scratch.write_text("".join(json.dumps(line) + "\n" for line in lines))
         turn = len(self.rounds) % len(servers)
-        self.rounds.append({server.name: self._measure(server, workload) for server in (*servers[turn:], *servers[:turn])})
+        self.rounds.append({server.name: self._measure(server) for server in (*servers[turn:], *servers[:turn])})
 
-    def _measure(self, server: Server, workload: str) -> dict[str, Any]:
+    def _measure(self, server: Server) -> dict[str, Any]:
         command = [
-            str(BIN / "headway"), "bench", "serve", "--base-url", server.url, "--workload", workload, "--seed", str(len(self.rounds)),
+            str(BIN / "headway"), "bench", "serve", "--base-url", server.url, "--workload", f"jsonl:{self.scratch}", "--warmup", "1",
             "--concurrency", str(self.concurrency), "--num-prompts", str(self.num_prompts), "--output-len", str(self.options.output_len),
-            "--warmup", "1",
         ]  # fmt: skip
         with server.awake(settle_s=0.5):
             done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -173,9 +174,12 @@ def main() -> None:
     if len({name.partition(":")[0] for name in options.configurations}) < 2:
         parser.error("--configurations needs at least one of headway and one of vllm")
     directory = str(hub.resolve(options.model))
-    prompts = long_prompts(Tokenizer(Path(directory)), options.prompt_tokens) if options.prompt_tokens else iter(())
+    dealer = Prompts(SEED)
+    long = long_prompts(Tokenizer(Path(directory)), options.prompt_tokens) if options.prompt_tokens else None
     scratch = tempfile.TemporaryDirectory()
-    cells = [Cell(name, options, prompts, Path(scratch.name) / "prompts.jsonl") for name in options.cells]
+    cells = [
+        Cell(name, options, long or dealer.stream(name.rpartition("@")[0]), Path(scratch.name) / "prompts.jsonl") for name in options.cells
+    ]
     servers: list[Server] = []
     try:
         for port, name in enumerate(options.configurations, 8101):

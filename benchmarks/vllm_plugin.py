@@ -136,9 +136,15 @@ class Load:
         self._process.kill()
 
 
-def texts(workload: str, count: int, seed: int) -> list[str]:
-    found = workloads.load(workload, count, seed)
-    return [prompt.text or str((prompt.messages or ({},))[-1]["content"]) for prompt in found]
+def deal(options: argparse.Namespace) -> tuple[list[str], list[list[list[str]]]]:
+    """Prompts of the warm-up, and of each cell in each round. None comes twice: who remembers answers would only have to copy them."""
+    prompts = workloads.Prompts(FIRST_SEED)
+
+    def take(workload: str, count: int) -> list[str]:
+        return [prompt.text or str((prompt.messages or ({},))[-1]["content"]) for prompt in prompts.take(workload, count)]
+
+    cells = [(workload, num_prompts(workload, concurrency, options)) for workload, concurrency, _ in cells_of(options)]
+    return take("mixed", options.warmup), [[take(*cell) for cell in cells] for _ in range(options.rounds)]
 
 
 def num_prompts(workload: str, concurrency: int, options: argparse.Namespace) -> int:
@@ -253,7 +259,9 @@ def cells_of(options: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
     return cells + [("drift", concurrency, options.drift_configurations.split(",")) for concurrency in options.drift]
 
 
-def measure(servers: list[Server], load: Load, results: Results, ends: float, options: argparse.Namespace) -> None:
+def measure(
+    servers: list[Server], load: Load, results: Results, prompts: list[list[list[str]]], ends: float, options: argparse.Namespace
+) -> None:
     cells = cells_of(options)
     spent, num_rounds = [0.0] * len(cells), [0] * len(cells)
     while min(num_rounds) < options.rounds:
@@ -263,17 +271,15 @@ def measure(servers: list[Server], load: Load, results: Results, ends: float, op
         if time.monotonic() + before > ends:
             print("the time is up; the same command goes on from here", flush=True)
             return
-        spent[index] += one_round(servers, load, results, cells[index], index, number, options)
+        spent[index] += one_round(servers, load, results, cells[index], index, number, prompts[number][index])
         num_rounds[index] += 1
 
 
 def one_round(
-    servers: list[Server], load: Load, results: Results, cell: tuple[str, int, list[str]], index: int, number: int,
-    options: argparse.Namespace,
+    servers: list[Server], load: Load, results: Results, cell: tuple[str, int, list[str]], index: int, number: int, prompts: list[str]
 ) -> float:
     """Every configuration answers the prompts of round `number` of cell `index`. Returns the seconds that takes; what is there is kept."""
     workload, concurrency, names = cell
-    prompts = texts(workload, num_prompts(workload, concurrency, options), FIRST_SEED + 100 * number + index)
     asked = [server for server in servers if server.name in names]
     first = index % len(asked)
     order = asked[first:] + asked[:first]
@@ -317,6 +323,7 @@ def main() -> None:
         parser.error("--vllm is needed for measuring")
     check_installed(options.vllm)
     ends = time.monotonic() + options.time_budget if options.time_budget else float("inf")
+    warmup, prompts = deal(options)
     results = Results(options.output, options)
     directory = str(hub.resolve(options.model))
     servers: list[Server] = []
@@ -329,8 +336,8 @@ def main() -> None:
                 raise failed
             for server in servers:
                 with server.awake():
-                    load.run(server, texts("mixed", options.warmup, FIRST_SEED - 1), 8)
-            measure(servers, load, results, ends, options)
+                    load.run(server, warmup, 8)
+            measure(servers, load, results, prompts, ends, options)
         finally:
             load.close()
             for server in servers:
