@@ -55,9 +55,10 @@ def configurations(args: argparse.Namespace) -> dict[str, Config]:
     elif args.mode == "confidence":
         found = {f"k={k}": fixed("draft_model", k, **draft) for k in (2, 3, 4, 6, 8)}
         more = {"confidence_head": args.confidence_head} if args.confidence_head else {}
-        for threshold in (0.3, 0.5):
+        for threshold in (0.1, 0.3, 0.5):
             policy = {"name": "confidence", "rejection_threshold": threshold}
             found[f"confidence {threshold}"] = {"method": "draft_model", "num_speculative_tokens": 12, "policy": policy, **draft, **more}
+        found["goodput"] = {"method": "draft_model", "num_speculative_tokens": 8, **draft, **more}
     elif args.mode in COUNTING:
         name, model = ("draft_model", draft) if args.draft else ("eagle", eagle)
         ways = ("probabilistic", "greedy") if args.mode == "sampling" else ("greedy",)
