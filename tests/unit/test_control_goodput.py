@@ -300,6 +300,23 @@ def test_a_network_that_was_of_no_use_drafts_again_for_other_requests(names: tup
     assert np.mean(shares) > 0.8
 
 
+@pytest.mark.parametrize(("rate", "least"), [(0.93, 1.25), (0.6, 1.0)])
+def test_a_draft_model_takes_a_third_of_a_step_for_each_draft_and_pays(rate: float, least: float) -> None:
+    """Answers of 48 tokens, from the first step on. One draft costs little of what eight cost, and reading the prompt more than both."""
+    def cost(work: Work) -> float:
+        return 146.0 if work.num_tokens <= 3 else 140.0 + 12.0 * work.num_tokens
+
+    speedups = []
+    for seed in range(8):
+        world = World(
+            1, always(Texture(rate=rate)), cost, drafters={"suffix": DrafterCost(2.0, 0.0, 53.0, unseen=5.0)}, deterministic=False,
+            noise=0.05, seed=seed, request=lambda serial: (45, 48),
+        )  # fmt: skip
+        speedups.append(run(Goodput(), world, 300).rate() * 146.0)
+    assert np.mean(speedups) >= least
+    assert min(speedups) >= 0.94
+
+
 # -- several drafters ---------------------------------------------------------------------------------------------------
 
 

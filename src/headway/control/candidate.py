@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +40,14 @@ _YOUNG = 200             # judged tokens up to which it knows little
 _NAN = float("nan")
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Prices of a shadow draft, in tokens."""
+
+    verify: float    # of each verified token
+    further: float   # of all that was drafted after the first one
+
+
 class Candidate:
     def __init__(self, view: DrafterView, max_k: int, costs: CostModel) -> None:
         self.name, self.deterministic, self.sunk, self.max_k = view.name, view.deterministic, view.sunk, max_k
@@ -52,7 +61,7 @@ class Candidate:
         self.breadth = Mean(_BREADTH_MEMORY, 1.0)   # draft tokens verified for each position: more than one in a tree
         self.reached = Mean(_REACHED_MEMORY, 1.0, 1.0)   # share of the requests it is to draft for that cheaper drafters leave to it
         self.first_asks = FIRST_ASKS
-        self.watched: dict[int, float] = {}  # shadow drafts under way: seq_id -> tokens a verified token would cost
+        self.watched: dict[int, Watched] = {}   # shadow drafts under way, by seq_id
         self.probe_share = PROBE_SHARE if view.deterministic else NETWORK_SHARE
         self.share = 0.0                     # of the sequences, that it is asked for
         self.busy = 0.0                      # the same, lately
@@ -64,6 +73,7 @@ class Candidate:
         self._probe_ms = 0.0                 # what the last one was to cost
         self._probed_at = 0
         self._prices = (0.0, 0.0, 0.0)
+        self._further: dict[tuple[int, int], float] = {}   # by rows and steps, as long as the prices hold
         self._priced_at = -_PRICED_STEPS
 
     @property
@@ -95,9 +105,8 @@ class Candidate:
         return most_valuable(values, wanted, self.trial.num_covered(step_ms, plain_ms))
 
     def book(self, feedback: Feedback, verified: Sequence[SequenceFeedback], verify_ms: float, plain_ms: float) -> None:
-        """What it has brought and cost in a step while it is new; a verified token costs `verify_ms`."""
-        drafting = self.drafting_ms(feedback)
-        spent = drafting + verify_ms * sum([seq.num_drafts for seq in verified])
+        """What verifying its drafts has brought and cost in a step while it is new; a verified token costs `verify_ms`."""
+        spent = verify_ms * sum([seq.num_drafts for seq in verified])
         saved = sum([seq.num_accepted for seq in verified]) / max(1, len(feedback.sequences))
         self.trial.book(saved, spent / plain_ms, feedback.step)
 
@@ -115,13 +124,25 @@ class Candidate:
     # -- prices ---------------------------------------------------------------------------------------------------
 
     def prices(self, step: int) -> tuple[float, float, float]:
-        """Milliseconds of asking it at all, for each sequence, and for each token it has not seen; refreshed every few steps."""
+        """Milliseconds of asking it at all for one draft, for each sequence, and for each token it has not seen; refreshed every few
+        steps. What it costs to draft on is part of what asking brings."""
         if not 0 <= step - self._priced_at < _PRICED_STEPS:
             self._priced_at = step
-            one, two = (self._costs.predict_draft(self.name, rows, self.depth) for rows in (1, 2))
-            woken = self._costs.predict_draft(self.name, 1, self.depth, 256)
+            self._further.clear()
+            one, two = (self._costs.predict_draft(self.name, rows, 1) for rows in (1, 2))
+            woken = self._costs.predict_draft(self.name, 1, 1, 256)
             self._prices = (max(0.0, 2.0 * one - two), max(0.0, two - one), max(0.0, woken - one) / 256.0)
         return self._prices
+
+    def further_ms(self, num_rows: int, num_steps: int) -> float:
+        """What drafting `num_steps` tokens for each of `num_rows` sequences costs more than one, per sequence."""
+        if num_steps <= 1:
+            return 0.0
+        found = self._further.get((num_rows, num_steps))
+        if found is None:
+            one, all_steps = (self._costs.predict_draft(self.name, num_rows, steps) for steps in (1, num_steps))
+            found = self._further[num_rows, num_steps] = max(0.0, all_steps - one) / num_rows
+        return found
 
     @property
     def is_priced(self) -> bool:
@@ -137,7 +158,8 @@ class Candidate:
         its fixed costs only when many have something to verify. `plain_ms`: its part of a plain step; `num_unseen`: tokens it would
         have to catch up with; `deciding_ms`: what a step with drafts takes of the policy's own time."""
         fixed, each, per_unseen = self.prices(step)
-        price = fixed + each * num_others + per_unseen * num_unseen + deciding_ms
+        further = self.further_ms(num_others, self.depth) if num_others else 0.0
+        price = fixed + (each + further) * num_others + per_unseen * num_unseen + deciding_ms
         elapsed = max(1, min(_LONGEST_REST, step - self._probed_at))
         self._probed_at = step
         self._credit = max(self._credit, -_MOST_OWED * plain_ms)
@@ -221,6 +243,20 @@ class Candidate:
         self._judged.teach(self.sighted, step)
         self._blindly_judged.teach(self.blind, step)
 
+    # -- shadow drafts --------------------------------------------------------------------------------------------
+
+    def watch(self, seq_id: int, k: int, num_rows: int, rate: float, verify_ms: float) -> None:
+        """A draft of `k` tokens for one of `num_rows` sequences is to be compared with what the target writes, at the prices of now."""
+        self.watched[seq_id] = Watched(rate * verify_ms, rate * self.further_ms(num_rows, k))
+
+    def promised(self, shadow: ShadowFeedback) -> float | None:
+        """Tokens that asking would have brought, net of verification and of drafting on; None for one that was not watched."""
+        prices = self.watched.pop(shadow.seq_id, None)
+        if prices is None:
+            return None
+        verifying = prices.verify * min(shadow.num_drafts, shadow.num_confirmed + 1)
+        return max(0.0, shadow.num_confirmed - verifying - prices.further)
+
     # -- keeping --------------------------------------------------------------------------------------------------
 
     def forget(self, live: set[int]) -> None:
@@ -230,7 +266,7 @@ class Candidate:
             if model.num_requests > 2 * len(live) + 64:
                 model.forget(live)
         if len(self.watched) > 2 * len(live) + 64:
-            self.watched = {seq_id: price for seq_id, price in self.watched.items() if seq_id in live}
+            self.watched = {seq_id: prices for seq_id, prices in self.watched.items() if seq_id in live}
 
     def to_json(self) -> dict[str, Any] | None:
         """What outlives a run; None while there is nothing."""
@@ -252,21 +288,6 @@ class Candidate:
         self.blind.load(saved["blind"])
         self.worth.pool, self.depth, self.first_asks = worth, depth, KNOWN_ASKS
         self._judged.num_taught = self._blindly_judged.num_taught = _YOUNG
-
-
-def on_trial(
-    drafters: Sequence[Candidate], drafts: Sequence[DraftView], values: Sequence[Sequence[float]], lengths: list[int],
-    step_ms: Sequence[float], plain_ms: float, price: float,
-) -> None:
-    """Cuts `lengths`, what is to be verified of each draft, to what drafters that are new may have verified. A draft of which nothing is
-    left tells what asking is worth by what the target writes; `price`: tokens that verifying one costs."""
-    for drafter in drafters:
-        mine = [i for i, draft in enumerate(drafts) if draft.drafter == drafter.name] if drafter.is_new else []
-        allowed = drafter.allowed([values[i] for i in mine], [lengths[i] for i in mine], step_ms, plain_ms)
-        for i, length in zip(mine, allowed, strict=True):
-            if length == 0 < lengths[i]:
-                drafter.watched[drafts[i].seq_id] = price
-            lengths[i] = length
 
 
 def judged_nodes(seq: SequenceFeedback) -> list[tuple[int, bool, float]]:

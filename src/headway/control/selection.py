@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.control.allocation import allocate, allocate_few
-from headway.control.candidate import Candidate, on_trial
+from headway.control.candidate import Candidate
 from headway.control.planned import Step
 from headway.control.policy import DraftView
 
@@ -27,7 +27,7 @@ def select_few(
     """
     values = [by_name[draft.drafter].reach(draft) for draft in drafts]
     chosen = allocate_few(values, verify_ms, step.rate)
-    on_trial(list(by_name.values()), drafts, values, chosen, verify_ms, step.plain_ms, step.rate * step.verify_ms)
+    _on_trial(by_name, drafts, values, chosen, verify_ms, step)
     gained = sum([sum(line[:length]) for line, length in zip(values, chosen, strict=True)])
     return {draft.seq_id: length for draft, length in zip(drafts, chosen, strict=True)}, gained
 
@@ -51,9 +51,26 @@ def select_many(
     lengths = allocate(values, corrected, rate=step.rate, latency=latency, slo_ms=slo_ms)
     places = [rows[draft.seq_id] for draft in drafts]
     found = lengths[places].tolist()
-    drafters = list(by_name.values())
-    if any(drafter.is_new for drafter in drafters):
-        on_trial(drafters, drafts, values[places].tolist(), found, verify_ms.tolist(), step.plain_ms, step.rate * step.verify_ms)
+    if any(drafter.is_new for drafter in by_name.values()):
+        _on_trial(by_name, drafts, values[places].tolist(), found, verify_ms.tolist(), step)
         lengths[places] = found
     gained = float(values[np.arange(values.shape[1]) < lengths[:, None]].sum())
     return dict(zip([draft.seq_id for draft in drafts], found, strict=True)), gained
+
+
+def _on_trial(
+    by_name: Mapping[str, Candidate], drafts: Sequence[DraftView], values: Sequence[Sequence[float]], lengths: list[int],
+    step_ms: Sequence[float], step: Step,
+) -> None:
+    """Cuts `lengths`, what is to be verified of each draft, to what drafters that are new may have verified. A draft of which nothing is
+    left tells what asking is worth by what the target writes.
+
+    step_ms  of a step that verifies 0, 1, ... of them
+    """
+    for drafter in by_name.values():
+        mine = [i for i, draft in enumerate(drafts) if draft.drafter == drafter.name] if drafter.is_new else []
+        allowed = drafter.allowed([values[i] for i in mine], [lengths[i] for i in mine], step_ms, step.plain_ms)
+        for i, length in zip(mine, allowed, strict=True):
+            if length == 0 < lengths[i]:
+                drafter.watch(drafts[i].seq_id, drafts[i].length, len(mine), step.rate, step.verify_ms)
+            lengths[i] = length

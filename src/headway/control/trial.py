@@ -1,8 +1,10 @@
-"""What a drafter that is new may lose: a small loan and a share of the time, beside what it brings.
+"""What verifying may lose while a drafter is new: a small loan and a share of the time, beside what it brings.
 
 Nothing is known of a new drafter but what it says of itself, and where a verified token costs as much as a plain step, believing it is
 dear. So its drafts are verified on credit, counted in plain steps. Right ones raise it at once: what can be copied takes off in a few
 steps, as far as it costs little from the first. What credit does not cover is compared with what the target writes, for nothing.
+
+What drafting took is no part of it: it is paid whether the drafts are verified or not, and leaving them out for that would lose them, too.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-LOAN = 1.0      # plain steps that a new drafter may lose
+LOAN = 1.0      # plain steps that verifying its drafts may lose
 SHARE = 0.01    # of the time, further on
 
 
@@ -22,7 +24,7 @@ class Trial:
         self._step: int | None = None
 
     def book(self, saved: float, spent: float, step: int) -> None:
-        """What accepted tokens saved and what drafting and verifying cost in a step, in plain steps."""
+        """What accepted tokens saved and what verifying cost in a step, in plain steps."""
         elapsed = 1 if self._step is None else max(1, step - self._step)
         self._step = step
         self.credit += SHARE * elapsed + saved - spent

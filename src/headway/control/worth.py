@@ -1,4 +1,4 @@
-"""What asking one drafter is worth, for each request: tokens gained by an ask, net of the price of verifying them.
+"""What asking one drafter is worth, for each request: tokens gained by an ask, net of verifying them and of drafting beyond the first.
 
 The answer "nothing to propose" is a gain of 0, so the worth of a drafter that is often silent is small whatever its drafts are worth when
 there are any. The pool's mean starts high enough to be tried. A request's own mean is believed as far as that has predicted gains: of

@@ -3,8 +3,8 @@
 Time has a price: `rate`, the tokens a millisecond is worth, is the plain rate B / T(B) times the speed-up that speculation
 reached lately. Every decision compares tokens gained with milliseconds spent at that price:
 
-    whom to ask     what asking a drafter for this request has brought lately, net of verification (control/worth.py),
-                    against what its draft costs, catching up after a sleep included. The best drafter of a request wins,
+    whom to ask     what asking a drafter for this request has brought lately, net of verification and of drafting on
+                    (control/worth.py), against what one draft costs, catching up included. The best drafter of a request wins,
                     with a bonus for the one it has; a group that does not pay for its drafter's fixed cost is not asked.
     in which order  drafters that copy for next to nothing are looked at before a dear one is asked, and each step decides with their
                     drafts in hand who drafts (control/planned.py)
@@ -31,6 +31,7 @@ its account shows it (20 to 150). Not guaranteed: anything against a workload th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -326,7 +327,7 @@ class Goodput(Policy):
         if seq.seq_id not in self._wishes and seq.seq_id not in drafter.watched:
             k = min(drafter.depth, _SHADOW_DEPTH) if drafter.rise(1) > STEEP * step.plain_ms else drafter.max_k
             self._wishes[seq.seq_id] = self._choice(drafter.name, min(k, seq.max_k))
-            drafter.watched[seq.seq_id] = step.rate * step.verify_ms
+            drafter.watch(seq.seq_id, min(k, seq.max_k), len(step.sequences), step.rate, step.verify_ms)
 
     def _choice(self, name: str, k: int, first: tuple[Choice, ...] = ()) -> Choice:
         found = self._choices.get((name, k, first))
@@ -447,8 +448,7 @@ class Goodput(Policy):
             watched = shadows.get(drafter.name, ())
             drafter.judge(verified.get(drafter.name, ()), watched, feedback.step)
             for shadow in watched:
-                if (asked := drafter.watched.pop(shadow.seq_id, None)) is not None:
-                    gain = max(0.0, shadow.num_confirmed - asked * min(shadow.num_drafts, shadow.num_confirmed + 1))
+                if (gain := drafter.promised(shadow)) is not None:
                     if drafter.account.off and gain > 0.0:
                         drafter.look_again()
                         self._rests_until = self._held.until = 0
@@ -466,23 +466,30 @@ class Goodput(Policy):
         for seq_id, (look, promise) in some(list(step.left.items()), feedback.step):
             look.worth.learn(seq_id, promise)
         if step.asked and self._costs.is_known:   # else nobody knows the price
-            price = step.rate * step.verify_ms
-            for seq in some(feedback.sequences, feedback.step):
-                if (candidate := step.asked.get(seq.seq_id)) is not None and seq.seq_id not in step.hurried:
-                    if seq.num_proposed and not seq.num_drafts and seq.seq_id in candidate.watched:
-                        continue
-                    gain, probed = seq.num_accepted - price * seq.num_drafts, seq.seq_id in step.probed
-                    candidate.worth.learn(seq.seq_id, gain, probed=probed)
-                    own = candidate.worth.of(seq.seq_id)
-                    if probed and gain > 0.0:
-                        own.found = FOUND_ASKS
-                        self._rests_until = self._held.until = 0
-                    if probed:   # `affords` has paid for it
-                        candidate.refund(gain / step.rate, step.plain_ms)
-                    elif own.found > 0:
-                        own.found -= 1
-                        price_ms = candidate.prices(step.number)[1] + self._deciding.value / len(step.asked)
-                        candidate.refund(gain / step.rate - price_ms, step.plain_ms)
+            self._learn_worth(step, feedback)
+
+    def _learn_worth(self, step: Step, feedback: Feedback) -> None:
+        """What asking brought: tokens accepted, less what verifying and drafting beyond the first draft cost."""
+        num_asked = Counter([drafter.name for drafter in step.asked.values()])
+        for seq in some(feedback.sequences, feedback.step):
+            drafter = step.asked.get(seq.seq_id)
+            if drafter is None or seq.seq_id in step.hurried:
+                continue
+            if seq.num_proposed and not seq.num_drafts and seq.seq_id in drafter.watched:
+                continue
+            brought = seq.num_accepted - step.rate * step.verify_ms * seq.num_drafts
+            gain = brought - step.rate * drafter.further_ms(num_asked[drafter.name], seq.num_proposed)
+            own, probed = drafter.worth.of(seq.seq_id), seq.seq_id in step.probed
+            drafter.worth.learn(seq.seq_id, gain, probed=probed)
+            if probed and gain > 0.0:
+                own.found = FOUND_ASKS
+                self._rests_until = self._held.until = 0
+            if probed:   # `affords` has paid for drafting
+                drafter.refund(brought / step.rate, step.plain_ms)
+            elif own.found > 0:
+                own.found -= 1
+                price_ms = drafter.prices(step.number)[1] + self._deciding.value / len(step.asked)
+                drafter.refund(gain / step.rate - price_ms, step.plain_ms)
 
     def _tell(self, drafter: Candidate, step: Step) -> None:
         """Switches a drafter on again when its shadow drafts promise a profit; says when one begins or ceases to be asked."""
