@@ -102,6 +102,14 @@ def test_what_holds() -> None:
     assert not profile._holds(costs, measured(1.0, 2.0))   # large passes are: another kernel
 
 
+def test_the_first_pass_of_all_is_not_counted(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were never read come from the disk, and there may be time for one pass only."""
+    engine = build(model_dir, "static")
+    times = iter([1e6, 5.0])
+    monkeypatch.setattr(profile, "_pass", lambda engine, size, drafts, context: (Work(size, size + drafts, context), next(times)))
+    assert [ms for _, ms in profile._measure(engine, profile.CHECKED[:1], 0.0)] == [5.0]
+
+
 def test_a_broken_file_is_measured_anew(model_dir: Path, home: Path) -> None:
     build(model_dir)
     [file] = kept(home)
