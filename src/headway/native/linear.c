@@ -1,21 +1,25 @@
 // y = x W^T (+ bias) (+ residual), or silu(gate) * up of two such products, in bf16 or f32, for any number of tokens: a decode step of a few tokens is bound by reading W once, a prefill by arithmetic.
 //
-// W is packed in panels of PANEL outputs, of which a task reads a stream. In bf16 a panel is [in / 2][PANEL][2], so that one vector holds a pair of inputs of
-// 16 outputs; int8 is laid out likewise, with one scale per output: half the bytes, and x becomes 16-bit integers, which lose less than bf16 does. In f32 it is
-// [in / 2][2][PANEL]. While a panel is multiplied, the next one is fetched into the second-level cache, a share of it per group of tokens: reading and
-// arithmetic overlap instead of adding up. Without dot products of bf16 in hardware, x becomes floats first and each pair of weights two vectors of floats.
+// W is packed in panels of PANEL outputs, of which a task reads a stream: as many as there are registers for with several tokens, since memory is quickest read
+// from one end to the other, each line once. In bf16 a panel is [in / 2][PANEL][2], so that one vector holds pairs of inputs; int8 is laid out likewise, with
+// one scale per output: half the bytes, and x becomes 16-bit integers, which lose less than bf16 does. In f32 it is [in / 2][2][PANEL]. While the panels of a
+// tile are multiplied, those of the next one are fetched into the second-level cache, a share per group of tokens: reading and arithmetic overlap instead of
+// adding up. Without dot products of bf16 in hardware, x becomes floats first and each pair of weights two vectors of floats.
 #include "kernels.h"
 #include "parallel.h"
 
-#define PANEL 32
+#define TILE 32                 // outputs that are finished together: a vector of them, and the one that it is the gate of
 #if defined(__AVX512F__)
+#define PANEL 32
 #define MAX_ROWS 12             // tokens at a time: MAX_ROWS x 2 accumulators in registers
+#define MANY_ROWS 0
 #else
-#define MAX_ROWS 5              // MAX_ROWS x 2 accumulators, of 16 registers
-#define WHOLE_PANEL 3           // rows: so many x 4 accumulators
+#define PANEL 16
+#define MAX_ROWS 6              // MAX_ROWS x 2 accumulators, of 16 registers
+#define MANY_ROWS 16            // more take so long that nothing needs fetching ahead: it only disturbs
 #endif
 #if defined(__AVX512BF16__)
-#define FEW_ROWS 5              // so few leave the CPU's own prefetcher ahead of the arithmetic: fetching the next panel as well only disturbs it
+#define FEW_ROWS 5              // so few leave the CPU's own prefetcher ahead of the arithmetic
 #elif defined(__AVX512F__)
 #define FEW_ROWS 1
 #else
@@ -67,9 +71,9 @@ INLINE const float *floats(const linear_args *a, int64_t token, const int size) 
     return size == 4 ? (const float *)a->x + token * a->stride : (const float *)a->scratch + token * a->in;
 }
 
-// In what follows `next`, of which `num_next` units are fetched meanwhile, is the panel to come. A unit is two inputs of a panel; of it the outputs from `begin` to `end`.
-INLINE void fetch(const char *next, int64_t unit, const int size, const int begin, const int end) {
-    for (int i = 2 * begin * size; i < 2 * end * size; i += 64) __builtin_prefetch(next + unit * 2 * PANEL * size + i, 0, 2);
+// In what follows `next`, of which `num_next` units are fetched meanwhile, is the panel to come. A unit is two inputs of a panel.
+INLINE void fetch(const char *next, int64_t unit, const int size) {
+    for (int i = 0; i < 2 * PANEL * size; i += 64) __builtin_prefetch(next + unit * 2 * PANEL * size + i, 0, 2);
 }
 
 #if defined(__AVX512F__)
@@ -90,7 +94,7 @@ INLINE void multiply_pairs(const linear_args *a, const bf16 *panel, const char *
         acc[r][0] = (vec)_mm512_dpbf16_ps((__m512)acc[r][0], pair, w0); \
         acc[r][1] = (vec)_mm512_dpbf16_ps((__m512)acc[r][1], pair, w1); \
     }
-    for (; u < num_next; u++) { fetch(next, u, 2, 0, PANEL); STEP }
+    for (; u < num_next; u++) { fetch(next, u, 2); STEP }
     for (; u < units; u++) { STEP }
 #undef STEP
     for (int r = 0; r < rows; r++) finish(a, acc[r][0], acc[r][1], first + r, column, 2);
@@ -125,7 +129,7 @@ INLINE void multiply_floats(const linear_args *a, const char *panel, const char 
         acc[r][0] += odd0 * odd; \
         acc[r][1] += odd1 * odd; \
     }
-    for (; u < num_next; u++) { fetch(next, u, size, 0, PANEL); STEP }
+    for (; u < num_next; u++) { fetch(next, u, size); STEP }
     for (; u < units; u++) { STEP }
 #undef STEP
     for (int r = 0; r < rows; r++) finish(a, acc[r][0], acc[r][1], first + r, column, size);
@@ -134,47 +138,45 @@ INLINE void multiply_floats(const linear_args *a, const char *panel, const char 
 // What follows is loaded again: x kept in registers would put sums into memory.
 #define LOAD_AGAIN __asm__ volatile("" ::: "memory")
 
+// Beside the sums of MAX_ROWS no register is left for a mask: two shifts.
 INLINE __m256 weights_of(const char *unit, const int vector, const int odd, const int size) {
     if (size == 4) return _mm256_loadu_ps((const float *)(const void *)unit + odd * PANEL + vector * 8);
     const __m256i pairs = _mm256_loadu_si256((const __m256i *)(const void *)(unit + vector * 32));
-    return _mm256_castsi256_ps(odd ? _mm256_and_si256(pairs, _mm256_set1_epi32(UPPER)) : _mm256_slli_epi32(pairs, 16));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(odd ? _mm256_srli_epi32(pairs, 16) : pairs, 16));
 }
 
-// With few rows a whole panel at a time, so that memory is read in one stream; with more, there are registers for half of it.
-INLINE void multiply_part(const linear_args *a, const char *panel, const char *next, int64_t num_next, int64_t first, const int rows, const int begin,
-                          const int count, float (*sums)[PANEL], const int size) {
+INLINE void multiply_panel(const linear_args *a, const char *panel, const char *next, int64_t num_next, int64_t first, const int rows, float (*sums)[LANES],
+                           const int size) {
     const int64_t units = a->in / 2;
     const float *x[MAX_ROWS];
-    __m256 acc[MAX_ROWS][PANEL / 8];
+    __m256 acc[MAX_ROWS][2];
     for (int r = 0; r < rows; r++) {
         x[r] = floats(a, first + r, size);
-        for (int v = 0; v < count; v++) acc[r][v] = _mm256_setzero_ps();
+        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
     }
     for (int64_t u = 0; u < units; u++) {
         const char *unit = panel + u * 2 * PANEL * size;
-        if (u < num_next) fetch(next, u, size, begin * 8, (begin + count) * 8);
-        for (int v = 0; v < count; v += 2) {
-            for (int odd = 0; odd < 2; odd++) {
-                const __m256 first_w = weights_of(unit, begin + v, odd, size), second_w = weights_of(unit, begin + v + 1, odd, size);
-                for (int r = 0; r < rows; r++) {
-                    const __m256 of_x = _mm256_broadcast_ss(x[r] + 2 * u + odd);
-                    acc[r][v] = _mm256_fmadd_ps(first_w, of_x, acc[r][v]);
-                    acc[r][v + 1] = _mm256_fmadd_ps(second_w, of_x, acc[r][v + 1]);
-                }
-                LOAD_AGAIN;
+        if (u < num_next) fetch(next, u, size);
+        for (int odd = 0; odd < 2; odd++) {
+            const __m256 w0 = weights_of(unit, 0, odd, size), w1 = weights_of(unit, 1, odd, size);
+            for (int r = 0; r < rows; r++) {
+                const __m256 of_x = _mm256_broadcast_ss(x[r] + 2 * u + odd);
+                acc[r][0] = _mm256_fmadd_ps(w0, of_x, acc[r][0]);
+                acc[r][1] = _mm256_fmadd_ps(w1, of_x, acc[r][1]);
             }
+            LOAD_AGAIN;
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < count; v++) _mm256_storeu_ps(sums[r] + (begin + v) * 8, acc[r][v]);
+        for (int v = 0; v < 2; v++) _mm256_storeu_ps(sums[r] + v * 8, acc[r][v]);
 }
 
-INLINE void multiply_floats(const linear_args *a, const char *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows,
+INLINE void multiply_floats(const linear_args *a, const char *tile, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows,
                             const int size) {
-    float sums[MAX_ROWS][PANEL];
-    const int count = rows <= WHOLE_PANEL ? 4 : 2;
-    for (int begin = 0; begin < PANEL / 8; begin += count) multiply_part(a, panel, next, num_next, first, rows, begin, count, sums, size);
-    for (int r = 0; r < rows; r++) finish(a, load_f32(sums[r]), load_f32(sums[r] + LANES), first + r, column, size);
+    const int64_t bytes = a->in * PANEL * size;
+    float sums[2][MAX_ROWS][LANES];
+    for (int i = 0; i < 2; i++) multiply_panel(a, tile + i * bytes, next + i * bytes, num_next, first, rows, sums[i], size);
+    for (int r = 0; r < rows; r++) finish(a, load_f32(sums[0][r]), load_f32(sums[1][r]), first + r, column, size);
 }
 #endif
 
@@ -231,46 +233,43 @@ INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const char 
         acc[r][0] = add_products(acc[r][0], pair, w0); \
         acc[r][1] = add_products(acc[r][1], pair, w1); \
     }
-    for (; u < num_next; u++) { fetch(next, u, 1, 0, PANEL); STEP }
+    for (; u < num_next; u++) { fetch(next, u, 1); STEP }
     for (; u < units; u++) { STEP }
 #undef STEP
     for (int r = 0; r < rows; r++) finish_int8(a, acc[r][0], acc[r][1], first + r, column);
 }
 #else
-INLINE void multiply_part_int8(const linear_args *a, const int8_t *panel, const char *next, int64_t num_next, int64_t first, const int rows,
-                               const int begin, const int count, ivec (*sums)[2]) {
+INLINE void multiply_panel_int8(const linear_args *a, const int8_t *panel, const char *next, int64_t num_next, int64_t first, const int rows, ivec *sums) {
     const int64_t units = a->in / 2;
     const char *x[MAX_ROWS];
-    __m256i acc[MAX_ROWS][PANEL / 8];
+    __m256i acc[MAX_ROWS][2];
     for (int r = 0; r < rows; r++) {
         x[r] = (const char *)quantised(a, first + r);
-        for (int v = 0; v < count; v++) acc[r][v] = _mm256_setzero_si256();
+        acc[r][0] = acc[r][1] = _mm256_setzero_si256();
     }
     for (int64_t u = 0; u < units; u++) {
-        if (begin == 0 && u < num_next) fetch(next, u, 1, 0, PANEL);
-        for (int v = 0; v < count; v += 2) {
-            const int8_t *at = panel + u * 2 * PANEL + (begin + v) * 16;
-            const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)at));
-            const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)(at + 16)));
-            for (int r = 0; r < rows; r++) {
-                int32_t bits;
-                memcpy(&bits, x[r] + 4 * u, sizeof bits);
-                const __m256i pair = _mm256_set1_epi32(bits);
-                acc[r][v] = _mm256_add_epi32(acc[r][v], _mm256_madd_epi16(pair, w0));
-                acc[r][v + 1] = _mm256_add_epi32(acc[r][v + 1], _mm256_madd_epi16(pair, w1));
-            }
-            LOAD_AGAIN;
+        const int8_t *unit = panel + u * 2 * PANEL;
+        if (u < num_next) fetch(next, u, 1);
+        const __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)unit));
+        const __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)(unit + 16)));
+        for (int r = 0; r < rows; r++) {
+            int32_t bits;
+            memcpy(&bits, x[r] + 4 * u, sizeof bits);
+            const __m256i pair = _mm256_set1_epi32(bits);
+            acc[r][0] = _mm256_add_epi32(acc[r][0], _mm256_madd_epi16(pair, w0));
+            acc[r][1] = _mm256_add_epi32(acc[r][1], _mm256_madd_epi16(pair, w1));
         }
+        LOAD_AGAIN;
     }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < count; v++) _mm256_storeu_si256((__m256i *)(void *)sums[r] + begin + v, acc[r][v]);
+        for (int v = 0; v < 2; v++) _mm256_storeu_si256((__m256i *)(void *)(sums + r) + v, acc[r][v]);
 }
 
-INLINE void multiply_int8(const linear_args *a, const int8_t *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
-    ivec sums[MAX_ROWS][2];
-    const int count = rows <= WHOLE_PANEL ? 4 : 2;
-    for (int begin = 0; begin < PANEL / 8; begin += count) multiply_part_int8(a, panel, next, num_next, first, rows, begin, count, sums);
-    for (int r = 0; r < rows; r++) finish_int8(a, sums[r][0], sums[r][1], first + r, column);
+INLINE void multiply_int8(const linear_args *a, const int8_t *tile, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows) {
+    const int64_t bytes = a->in * PANEL;
+    ivec sums[2][MAX_ROWS];
+    for (int i = 0; i < 2; i++) multiply_panel_int8(a, tile + i * bytes, next + i * bytes, num_next, first, rows, sums[i]);
+    for (int r = 0; r < rows; r++) finish_int8(a, sums[0][r], sums[1][r], first + r, column);
 }
 #endif
 
@@ -311,44 +310,44 @@ static void quantise(void *context, int64_t token) {
 
 // One stream of panels per thread, but several where there are many panels: threads then finish together even if one is held up.
 static int64_t tasks_for(const linear_args *a) {
-    const int64_t panels = a->out / PANEL, threads = a->num_threads > 1 ? a->num_threads : 1, tasks = panels > 64 * threads ? 8 * threads : threads;
-    return tasks < panels ? tasks : panels;
+    const int64_t tiles = a->out / TILE, threads = a->num_threads > 1 ? a->num_threads : 1, tasks = tiles > 64 * threads ? 8 * threads : threads;
+    return tasks < tiles ? tasks : tiles;
 }
 
-INLINE void multiply(const linear_args *a, const char *panel, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows,
+INLINE void multiply(const linear_args *a, const char *tile, const char *next, int64_t num_next, int64_t first, int64_t column, const int rows,
                      const int size) {
-    if (size == 1) { multiply_int8(a, (const int8_t *)panel, next, num_next, first, column, rows); return; }
+    if (size == 1) { multiply_int8(a, (const int8_t *)tile, next, num_next, first, column, rows); return; }
 #if defined(__AVX512BF16__)
-    if (size == 2) { multiply_pairs(a, (const bf16 *)(const void *)panel, next, num_next, first, column, rows); return; }
+    if (size == 2) { multiply_pairs(a, (const bf16 *)(const void *)tile, next, num_next, first, column, rows); return; }
 #endif
-    multiply_floats(a, panel, next, num_next, first, column, rows, size);
+    multiply_floats(a, tile, next, num_next, first, column, rows, size);
 }
 
-INLINE void some_panels(const linear_args *a, int64_t task, const int size) {
-    const int64_t panels = a->out / PANEL, num_tasks = tasks_for(a);
-    const int64_t begin = panels * task / num_tasks, end = panels * (task + 1) / num_tasks;
+INLINE void some_tiles(const linear_args *a, int64_t task, const int size) {
+    const int64_t tiles = a->out / TILE, num_tasks = tasks_for(a), bytes = a->in * TILE * size;
+    const int64_t begin = tiles * task / num_tasks, end = tiles * (task + 1) / num_tasks;
     const int64_t groups = (a->num_tokens + MAX_ROWS - 1) / MAX_ROWS, units = a->in / 2;
-    for (int64_t p = begin; p < end; p++) {
-        const char *panel = (const char *)a->weight + p * a->in * PANEL * size, *next = p + 1 < panels ? panel + a->in * PANEL * size : panel;
+    const int fetches = !(size == 2 && a->num_tokens <= FEW_ROWS) && (!MANY_ROWS || a->num_tokens <= MANY_ROWS);
+    for (int64_t t = begin; t < end; t++) {
+        const char *tile = (const char *)a->weight + t * bytes, *next = t + 1 < tiles ? tile + bytes : tile;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t first = a->num_tokens * g / groups, rows = a->num_tokens * (g + 1) / groups - first;
-            const int64_t from = units * g / groups, share = units * (g + 1) / groups - from;
-            const int64_t num_next = size == 2 && a->num_tokens <= FEW_ROWS ? 0 : share;
+            const int64_t from = units * g / groups, num_next = fetches ? units * (g + 1) / groups - from : 0;
             const char *fetched = next + from * 2 * PANEL * size;
-#define CASE(R) case R: multiply(a, panel, fetched, num_next, first, p * PANEL, R, size); break;
+#define CASE(R) case R: multiply(a, tile, fetched, num_next, first, t * TILE, R, size); break;
 #if defined(__AVX512F__)
             switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) }
 #else
-            switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) }
+            switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #endif
 #undef CASE
         }
     }
 }
 
-static void f32_task(void *context, int64_t task) { some_panels(context, task, 4); }
-static void bf16_task(void *context, int64_t task) { some_panels(context, task, 2); }
-static void int8_task(void *context, int64_t task) { some_panels(context, task, 1); }
+static void f32_task(void *context, int64_t task) { some_tiles(context, task, 4); }
+static void bf16_task(void *context, int64_t task) { some_tiles(context, task, 2); }
+static void int8_task(void *context, int64_t task) { some_tiles(context, task, 1); }
 
 EXPORT void linear_f32(linear_args *a) { run_parallel(f32_task, a, tasks_for(a), a->num_threads); }
 
