@@ -68,7 +68,9 @@ def _on_trial(
     step_ms  of a step that verifies 0, 1, ... of them
     """
     for drafter in by_name.values():
-        mine = [i for i, draft in enumerate(drafts) if draft.drafter == drafter.name] if drafter.is_new else []
+        if not drafter.is_new:
+            continue
+        mine = [i for i, draft in enumerate(drafts) if draft.drafter == drafter.name]
         allowed = drafter.allowed([values[i] for i in mine], [lengths[i] for i in mine], step_ms, step.plain_ms)
         for i, length in zip(mine, allowed, strict=True):
             if length == 0 < lengths[i]:
