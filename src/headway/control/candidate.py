@@ -25,11 +25,13 @@ PROBE_SHARE = 0.005      # of the time may go into trying drafters where they do
 NETWORK_SHARE = 0.01     # one that reads what it drafts for: a first look at a request takes it half a step, and finds more
 _FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
 _FIRST_TIMES = 4         # that its drafting was timed, after which its price is known well enough not to vary them for it
+RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before it is switched on again
 FOUND_ASKS = 16          # of a request, after a probe that found something, that count as what the probe brought
 _MOST_SAVED = 10.0       # plain steps' time that can be saved up for probes that way
 _MOST_OWED = 2.0         # that can be owed: more was no loss but a wrong price
 _LONGEST_REST = 8        # steps between two decisions that count as time to earn probes
 _PRICED_STEPS = 8        # steps for which a price holds
+_NUM_SHADOWS = 8         # shadow drafts before it is judged whether it comes back
 _LEAST_JUDGED = 12       # judged tokens that are waited for before the acceptance model learns, while it knows little
 _ENOUGH_JUDGED = 128     # and later: learning has its price by the call
 _MOST = 24               # drafts, or asks, that are learned from in a step
@@ -256,6 +258,11 @@ class Candidate:
             return None
         verifying = prices.verify * min(shadow.num_drafts, shadow.num_confirmed + 1)
         return max(0.0, shadow.num_confirmed - verifying - prices.further)
+
+    def promises_profit(self, step: int, rate: float, num_rows: int) -> bool:
+        """What shadow drafts say while it is switched off; a millisecond is worth `rate` tokens."""
+        fixed, each, _ = self.prices(step)
+        return self.worth.num_learned >= _NUM_SHADOWS and self.worth.pool > RETURN * rate * (fixed / num_rows + each)
 
     # -- keeping --------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from headway.control.costs import CostModel, Work
 
 FloatArray = NDArray[np.float64]
 
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _MOST_SHARED = 16.0   # rows that pay for one that is drafted for, at most
 
 

@@ -42,7 +42,7 @@ from headway.config import option
 from headway.control.allocation import FEW
 from headway.control.candidate import FOUND_ASKS, Candidate, some
 from headway.control.costs import Work
-from headway.control.depth import choose_depth
+from headway.control.depth import DEPTHS, choose_depth
 from headway.control.guard import Mean, Plain
 from headway.control.planned import Held, Step
 from headway.control.policy import BatchView, DraftView, Policy, SequenceView, Setup
@@ -59,10 +59,7 @@ STAY = 0.1               # bonus of the drafter a request has, as a share of wha
 NEXT_TO_NOTHING = 0.1    # tokens: a drafter whose draft costs no more is looked at before another one is asked
 LITTLE = 0.25            # of what the dearest drafter costs: one of nearly the same price competes with it, one of less is looked at first
 STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
-RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before a drafter is switched on again
-_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _SHADOW_DEPTH = 2        # drafts of a shadow whose drafter takes time for each
-_NUM_SHADOWS = 8         # shadow drafts before it is judged whether a drafter comes back
 _SPEEDUP_MEMORY = 100.0  # steps
 _DECIDING_MEMORY = 50.0  # steps
 _HOPELESS_AFTER = 32     # drafts of a request that is in a hurry, after which
@@ -316,7 +313,7 @@ class Goodput(Policy):
         if not drafter.blind_used:
             drafter.depth = longest
             return [longest] * num_rows
-        depths = [depth for depth in _DEPTHS if depth <= longest] if steep else [longest]
+        depths = [depth for depth in DEPTHS if depth <= longest] if steep else [longest]
         work = Work(len(step.sequences), len(step.sequences) + step.num_prefill, step.num_context)
         drafter.depth, lengths = choose_depth(drafter, self._costs, [seq.seq_id for seq in sequences], work, step.rate, depths)
         whole = [not (drafter.deterministic or seq.greedy) for seq in sequences]
@@ -473,9 +470,7 @@ class Goodput(Policy):
         num_asked = Counter([drafter.name for drafter in step.asked.values()])
         for seq in some(feedback.sequences, feedback.step):
             drafter = step.asked.get(seq.seq_id)
-            if drafter is None or seq.seq_id in step.hurried:
-                continue
-            if seq.num_proposed and not seq.num_drafts and seq.seq_id in drafter.watched:
+            if drafter is None or seq.seq_id in step.hurried or (seq.num_proposed > seq.num_drafts == 0 and seq.seq_id in drafter.watched):
                 continue
             brought = seq.num_accepted - step.rate * step.verify_ms * seq.num_drafts
             gain = brought - step.rate * drafter.further_ms(num_asked[drafter.name], seq.num_proposed)
@@ -494,9 +489,7 @@ class Goodput(Policy):
     def _tell(self, drafter: Candidate, step: Step) -> None:
         """Switches a drafter on again when its shadow drafts promise a profit; says when one begins or ceases to be asked."""
         if drafter.account.off:
-            fixed, each, _ = drafter.prices(step.number)
-            price = step.rate * (fixed / len(step.sequences) + each)
-            if drafter.worth.num_learned >= _NUM_SHADOWS and drafter.worth.pool > RETURN * price:
+            if drafter.promises_profit(step.number, step.rate, len(step.sequences)):
                 drafter.account.reopen()
                 self.reason = f"{drafter.name} on again: a shadow draft brings {drafter.worth.pool:.2f} tokens"
             return
