@@ -25,7 +25,7 @@ PROBE_SHARE = 0.005      # of the time may go into trying drafters where they do
 NETWORK_SHARE = 0.01     # one that reads what it drafts for: a first look at a request takes it half a step, and finds more
 _FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
 _FIRST_TIMES = 4         # that its drafting was timed, after which its price is known well enough not to vary them for it
-RETURN = 1.5             # what shadow drafts must promise, against the price of drafting, before it is switched on again
+_RETURN = 1.5            # what shadow drafts must promise, against the price of drafting, before it is switched on again
 FOUND_ASKS = 16          # of a request, after a probe that found something, that count as what the probe brought
 _MOST_SAVED = 10.0       # plain steps' time that can be saved up for probes that way
 _MOST_OWED = 2.0         # that can be owed: more was no loss but a wrong price
@@ -262,7 +262,7 @@ class Candidate:
     def promises_profit(self, step: int, rate: float, num_rows: int) -> bool:
         """What shadow drafts say while it is switched off; a millisecond is worth `rate` tokens."""
         fixed, each, _ = self.prices(step)
-        return self.worth.num_learned >= _NUM_SHADOWS and self.worth.pool > RETURN * rate * (fixed / num_rows + each)
+        return self.worth.num_learned >= _NUM_SHADOWS and self.worth.pool > _RETURN * rate * (fixed / num_rows + each)
 
     # -- keeping --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@
 #if defined(__AVX512F__)
 #define PANEL 32
 #define MAX_ROWS 12             // tokens at a time: MAX_ROWS x 2 accumulators in registers
-#define MANY_ROWS 0
+#define MANY_ROWS 0             // no limit
 #else
 #define PANEL 16
 #define MAX_ROWS 6              // MAX_ROWS x 2 accumulators, of 16 registers
@@ -138,7 +138,7 @@ INLINE void multiply_floats(const linear_args *a, const char *panel, const char 
 // What follows is loaded again: x kept in registers would put sums into memory.
 #define LOAD_AGAIN __asm__ volatile("" ::: "memory")
 
-// Beside the sums of MAX_ROWS no register is left for a mask: two shifts.
+// Beside the sums of MAX_ROWS no register is left for a mask: two shifts, the choice inside the outer one, or GCC sees through them and makes a mask again.
 INLINE __m256 weights_of(const char *unit, const int vector, const int odd, const int size) {
     if (size == 4) return _mm256_loadu_ps((const float *)(const void *)unit + odd * PANEL + vector * 8);
     const __m256i pairs = _mm256_loadu_si256((const __m256i *)(const void *)(unit + vector * 32));
