@@ -27,6 +27,11 @@ class Texture:
     length: int = 16
     rate: float = 0.8
     told: Callable[[float], float] | None = lambda rate: rate   # the confidence it states for a token of that rate
+    rates: tuple[float, ...] = ()   # one of these for each token, where they differ
+
+
+_Draft = tuple[int, int, tuple[float, ...] | None]
+"""(length, how many of them are right, confidence)"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class World:
     deterministic: bool = True
     copying: tuple[str, ...] = ()   # drafters that are deterministic whatever the others are
     sunk: bool = False
+    stepwise: bool = False   # drafters ask `keep` before each further token
     greedy: bool = True
     noise: float = 0.04
     seed: int = 0
@@ -92,7 +98,7 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
     if profiled:
         costs.learn(profile(world, random))
     names = tuple(world.drafters)
-    views = tuple(DrafterView(name, world.deterministic or name in world.copying, world.sunk) for name in names)
+    views = tuple(DrafterView(name, world.deterministic or name in world.copying, world.sunk, world.stepwise) for name in names)
     policy.start(Setup(views, world.max_k, costs))
     n = world.num_requests
     context = np.full(n, 300)
@@ -139,6 +145,10 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
             watched = {i: c.k for i, c in shadow_wishes.items() if c.drafter == name and i not in mine}
             if not (mine or watched):
                 continue
+            made = {i: _draft(world, random, step, ids[i], name, k) for i, k in mine.items()}
+            if world.stepwise and policy.listens(name):
+                made = _stopped(policy, ids, made)
+                mine = {i: draft[0] for i, draft in made.items()}
             ks = [*mine.values(), *watched.values()]
             took = price.fixed + price.each * len(ks) + price.step * max(ks)
             unseen = sum(max(0, int(context[i]) - 1 - asked_at.get((name, ids[i]), 0)) for i in (*mine, *watched))
@@ -146,7 +156,7 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
             took += price.unseen * unseen
             draft_ms += took
             drafting.append(DrafterFeedback(name, len(ks), max(ks), unseen, 0, world.clock(step, took)))
-            drafts.update({i: (name, *_draft(world, random, step, ids[i], name, k)) for i, k in mine.items()})
+            drafts.update({i: (name, *draft) for i, draft in made.items()})
             for i, k in watched.items():
                 length, right, told = _draft(world, random, step, ids[i], name, k)
                 shadows.append(ShadowFeedback(ids[i], name, 0, length, min(right, length), told))
@@ -192,14 +202,28 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
     return result
 
 
-def _draft(
-    world: World, random: np.random.Generator, step: int, request: int, name: str, k: int
-) -> tuple[int, int, tuple[float, ...] | None]:
-    """(length, how many of them are right, confidence)"""
+def _draft(world: World, random: np.random.Generator, step: int, request: int, name: str, k: int) -> _Draft:
     texture = world.textures(step, request)[name]
     length = min(k, texture.length) if random.random() < texture.hit else 0
-    right = int(np.cumprod(random.random(length) < texture.rate).sum())
-    return length, right, tuple([texture.told(texture.rate)] * length) if texture.told else None
+    rates = random.choice(texture.rates, length).tolist() if texture.rates else [texture.rate] * length
+    right = int(np.cumprod(random.random(length) < rates).sum())
+    return length, right, tuple([texture.told(rate) for rate in rates]) if texture.told else None
+
+
+def _stopped(policy: Policy, ids: Sequence[int], drafts: dict[int, _Draft]) -> dict[int, _Draft]:
+    """Each draft up to where the policy stopped it."""
+    going, position = {i: draft for i, draft in drafts.items() if draft[0] > 1}, 0
+    lengths = {i: min(1, draft[0]) for i, draft in drafts.items()}
+    while going:
+        told = np.array([draft[2][position] if draft[2] else np.nan for draft in going.values()])
+        kept = policy.keep([ids[i] for i in going], position, told)
+        position += 1
+        going = {i: draft for (i, draft), goes in zip(going.items(), kept, strict=True) if goes}
+        lengths.update(dict.fromkeys(going, position + 1))
+        going = {i: draft for i, draft in going.items() if draft[0] > position + 1}
+    return {
+        i: (lengths[i], min(right, lengths[i]), told[: lengths[i]] if told else None) for i, (_, right, told) in drafts.items()
+    }  # fmt: skip
 
 
 def profile(world: World, random: np.random.Generator) -> list[tuple[Work, float]]:

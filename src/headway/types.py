@@ -434,7 +434,7 @@ class DrafterFeedback:
 
     drafter: str
     num_rows: int                     # sequences it drafted for
-    num_steps: int                    # the largest k asked of it; a draft may stop before: what an ask costs is what policies weigh
+    num_steps: int                    # the largest k asked of it; the tokens of the longest draft where `keep` could stop it
     num_catch_up: int                 # known tokens it had not been asked about before, summed over the rows, one per row not counted
     num_proposed: int
     draft_ms: float

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from headway import plugins
 from headway.control.policies.static import Static
-from headway.control.policy import Policy
-from headway.drafters.drafter import Committed, Drafter, DraftRequest, apply_keep
+from headway.drafters.drafter import Committed, Drafter, DraftRequest, apply_keep, keep_all
 from headway.types import Draft
 
 Bools = NDArray[np.bool_]
@@ -153,9 +152,9 @@ def test_a_stopped_draft_is_not_asked_about_again() -> None:
     assert [seq_ids for seq_ids, _, _ in policy.calls] == [[10, 11], [10, 11], [11]]
 
 
-def test_the_base_hook_costs_nothing_and_any_other_is_called() -> None:
+def test_who_has_no_say_costs_nothing_and_any_hook_is_called() -> None:
     drafts = drafts_of(3)
-    assert apply_keep(requests_for([[1]]), drafts, Static().keep) is drafts
+    assert apply_keep(requests_for([[1]]), drafts, keep_all) is drafts
 
     class Own(Static):
         def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> Bools:
@@ -163,7 +162,8 @@ def test_the_base_hook_costs_nothing_and_any_other_is_called() -> None:
 
     assert [len(d) for d in apply_keep(requests_for([[1]]), drafts, Own().keep)] == [2]
     assert [len(d) for d in apply_keep(requests_for([[1]]), drafts, lambda ids, position, _: np.array([position < 0]))] == [1]
-    assert Static.keep is Policy.keep
+    assert Own().listens("suffix")
+    assert not Static().listens("suffix")
 
 
 # -- layers ---------------------------------------------------------------------------------------------------------

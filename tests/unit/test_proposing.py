@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, DraftView, Policy
@@ -106,6 +108,33 @@ def test_each_step_tells_who_drafted_for_whom(engine: Engine) -> None:
             (seq.seq_id, name) for seq in decoding for name in policy.looks if name != seq.drafter and name in asked
         }
     assert all(draft.deterministic and draft.length for draft in policy.offered)
+
+
+class Halting(Looks):
+    """Nobody is looked at first, and drafts end behind the second token."""
+
+    def __init__(self, dear: str, listens: bool) -> None:
+        super().__init__(dear, looks=())
+        self.says = listens
+        self.asked: list[int] = []
+
+    def listens(self, drafter: str) -> bool:
+        return self.says
+
+    def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+        self.asked.append(position)
+        return np.full(len(seq_ids), position < 1)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_policy_that_listens_is_asked_and_what_it_stopped_is_what_drafting_took(engine: Engine, model_dir: Path, listens: bool) -> None:
+    drafter = next(iter(engine.drafters.values()))
+    policy = engine.policy = Halting(drafter.name, listens)
+    assert write(engine, sampled=False) == write(build(model_dir, None), sampled=False)
+    assert set(policy.asked) == ({0, 1} if listens else set())
+    passes = {part.num_steps for feedback in policy.feedback for part in feedback.drafters}
+    assert max(passes) == (2 if listens and drafter.stepwise else 4)
+    assert drafter.stepwise == (drafter.tree_size == 0)
 
 
 def test_looks_alone(model_dir: Path) -> None:

@@ -52,13 +52,15 @@ class Watched:
 
 class Candidate:
     def __init__(self, view: DrafterView, max_k: int, costs: CostModel) -> None:
-        self.name, self.deterministic, self.sunk, self.max_k = view.name, view.deterministic, view.sunk, max_k
+        self.name, self.deterministic, self.sunk, self.stepwise = view.name, view.deterministic, view.sunk, view.stepwise
+        self.max_k = max_k
         self.worth = Worth()
         self.account = Account()
         self.trial = Trial()
         self.sighted = Acceptance(max_k)     # of drafts that were made, by their confidence
         self.blind = Acceptance(max_k)       # of drafts to be made
         self.blind_used = False
+        self.listens = False                 # it is asked for as much as it may draft, and stopped where that ceases to pay
         self.depth = min(2, max_k)           # that was found worth asking for last
         self.breadth = Mean(_BREADTH_MEMORY, 1.0)   # draft tokens verified for each position: more than one in a tree
         self.reached = Mean(_REACHED_MEMORY, 1.0, 1.0)   # share of the requests it is to draft for that cheaper drafters leave to it

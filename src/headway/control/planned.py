@@ -10,13 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from headway.control.allocation import FEW
 from headway.control.candidate import Candidate
+from headway.control.costs import CostModel
 from headway.control.policy import DraftView, SequenceView
+from headway.control.stopping import Stopping
 from headway.types import Choice
+
+STEEP = 0.02        # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
+_SHADOW_DEPTH = 2   # drafts of a shadow whose drafter takes time for each
+
+
+@lru_cache(maxsize=1024)
+def choice(name: str, k: int, first: tuple[Choice, ...] = ()) -> Choice:
+    return Choice(name, k, first)
 
 
 @dataclass(slots=True)
@@ -51,7 +62,29 @@ class Step:
     nets: dict[int, float] = field(default_factory=dict)   # where the cheap ones are looked at: tokens net that asking the dear one brings
     probed: set[int] = field(default_factory=set)
     hurried: set[int] = field(default_factory=set)         # asked because of their target although that does not pay
+    wishes: dict[int, Choice] = field(default_factory=dict)       # shadow drafts
+    stopping: dict[str, Stopping] = field(default_factory=dict)   # by drafter
     left: dict[int, tuple[Candidate, float]] = field(default_factory=dict)   # best look that was not taken, and what it promised
+
+    def pass_ms(self, drafter: Candidate) -> float:
+        """Milliseconds of one more token for everybody."""
+        return len(self.sequences) * drafter.further_ms(len(self.sequences), 2)
+
+    def watch(self, drafter: Candidate, seq: SequenceView) -> None:
+        """A shadow draft, unless one is under way already."""
+        if seq.seq_id not in self.wishes and seq.seq_id not in drafter.watched:
+            k = min(drafter.depth, _SHADOW_DEPTH) if drafter.rise(1) > STEEP * self.plain_ms else drafter.max_k
+            self.wishes[seq.seq_id] = choice(drafter.name, min(k, seq.max_k))
+            drafter.watch(seq.seq_id, min(k, seq.max_k), len(self.sequences), self.rate, self.verify_ms)
+
+    def stopping_of(self, drafter: Candidate, costs: CostModel) -> Stopping:
+        found = self.stopping.get(drafter.name)
+        if found is None:
+            num_rows = len(self.sequences)
+            tokens = num_rows + self.num_prefill + np.arange(num_rows * drafter.max_k + 1)
+            step_ms = costs.predict(num_rows, tokens, self.num_context, self.num_prefill)
+            found = self.stopping[drafter.name] = Stopping(drafter, step_ms, self.rate)
+        return found
 
     def take(self, drafts: Sequence[DraftView], by_name: Mapping[str, Candidate], prices: Sequence[float]) -> dict[int, str]:
         """seq_id -> the cheap drafter whose draft is taken, for those that are not left to the dear one; `asked` then says who was.

@@ -31,6 +31,7 @@ class DrafterView:
     name: str
     deterministic: bool         # its drafts are always a function of the prefix; else only those of greedy requests are
     sunk: bool = False          # it drafts to max_k before it is asked: what is asked for only bounds what is verified
+    stepwise: bool = False      # it asks `keep` before it predicts a further token, so stopping saves time
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,10 @@ class Policy(ABC):
         drafts  those that were found and are not empty; several of one sequence in the user's order of preference
         """
         return {draft.seq_id: draft.drafter for draft in reversed(drafts)}
+
+    def listens(self, drafter: str) -> bool:
+        """Whether `keep` is to be asked while `drafter` drafts in this step: where nobody is, several tokens can be predicted in one go."""
+        return type(self).keep is not Policy.keep
 
     def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
         """While drafting: which of these sequences should go on behind `position` (0-based)?

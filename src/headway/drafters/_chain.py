@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import option
-from headway.control.policy import Policy
 from headway.drafters._confidence_head import ConfidenceHead
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
 from headway.types import Draft
@@ -86,7 +85,7 @@ def num_unasked(
 ) -> int:
     """How many tokens of each draft can be predicted in one go: nobody is asked between them, and they are the likeliest ones."""
     plain = _all_likeliest(requests, sampler, deterministic)
-    return 1 if _listens(keep) or head is not None or not plain else min(request.k for request in requests)
+    return 1 if keep is not keep_all or head is not None or not plain else min(request.k for request in requests)
 
 
 def draft_chain(
@@ -102,7 +101,7 @@ def draft_chain(
     Both kinds of confidence depend on the prefix alone. The policy is asked where a further pass would follow: what this one has predicted
     is paid for and drafted.
     """
-    listens = _listens(keep)
+    listens = keep is not keep_all
     choose = _Chooser(requests, sampler, target_ids, deterministic)
     going = list(range(len(requests)))
     confidences: list[list[float]] = [[] for _ in requests]
@@ -126,10 +125,6 @@ def draft_chain(
         num = 1 if listens or head is not None or not choose.plain else min(requests[i].k for i in going) - position
         following = advance(going, tokens, state, position - 1, num)
     return choose.drafts(confidences)
-
-
-def _listens(keep: Keep) -> bool:
-    return keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
 
 
 def _all_likeliest(requests: Sequence[DraftRequest], sampler: DraftSampler, deterministic: bool) -> bool:

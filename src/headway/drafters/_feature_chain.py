@@ -59,6 +59,7 @@ class FeatureChain(Drafter):
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         self.tree_size = self.options.tree_size
+        self.stepwise = self.tree_size == 0
         self.deterministic = self.options.deterministic
         self.head: ConfidenceHead | None = None
 

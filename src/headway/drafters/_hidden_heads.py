@@ -56,6 +56,7 @@ class HiddenHeads(Drafter):
     def __init__(self, options: TreeOptions | None = None) -> None:
         self.options = options or TreeOptions()
         self.tree_size = self.options.tree_size
+        self.stepwise = self.tree_size == 0
         self.deterministic = self.options.deterministic
 
     @abstractmethod

@@ -55,6 +55,7 @@ class Chain:
 class ChainDrafter(Drafter):
     """`deterministic`: drafts are the likeliest tokens; else requests that sample get drafts drawn from the network's distribution."""
 
+    stepwise = True
     helper: Drafter | None = None
     head: ConfidenceHead | None = None   # estimates confidence; None: the distribution's maximum does
     target: Target

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import option
-from headway.control.policy import Policy
 from headway.drafters._chain import Prediction, SampleOptions
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
 from headway.errors import ConfigError
@@ -155,7 +154,7 @@ def draft_trees(
     continued was).
     """
     grower = _Grower(requests, sampler, target_ids, options)
-    listens = keep is not keep_all and getattr(keep, "__func__", None) is not Policy.keep
+    listens = keep is not keep_all
     device, topk = prediction.logits.device, options.topk
     ks = np.array([request.k for request in requests])
     going, values = list(range(len(requests))), np.ones((len(requests), 1))

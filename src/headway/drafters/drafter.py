@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.policy import Policy
 from headway.types import Draft
 
 if TYPE_CHECKING:
@@ -160,6 +159,7 @@ class Drafter(ABC):
     hidden_layers: tuple[int, ...] = ()             # target layers whose hidden states `commit` wants; -1: after the final norm
     deterministic: bool = True                      # drafts are a function of the prefix (Draft.probs is None)
     tree_size: int = 0                              # drafts trees of at most so many nodes (Draft.parents); 0: chains
+    stepwise: bool = False                          # asks `keep` before it predicts a further token, so stopping saves time
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
         """What it will work for: reads configurations, no weights, and settles `hidden_layers`. Raises ConfigError or ModelError when
@@ -191,7 +191,7 @@ def keep_all(seq_ids: Sequence[int], position: int, confidence: NDArray[np.float
 def apply_keep(requests: Sequence[DraftRequest], drafts: list[Draft], keep: Keep) -> list[Draft]:
     """Trims drafts that were made in one go (ngram, suffix) where the policy would have stopped: position by position it is
     asked about the drafts that go on behind it and were kept so far."""
-    if keep is keep_all or getattr(keep, "__func__", None) is Policy.keep:
+    if keep is keep_all:
         return drafts
     lengths = np.array([len(draft.tokens) for draft in drafts], dtype=np.int64)
     kept = np.minimum(lengths, 1)

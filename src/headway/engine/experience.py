@@ -40,7 +40,7 @@ class Experience:
         """The policy of `speculative`, started with what is known. The one before it hands over what it learned."""
         self.keep()
         policy: Policy = speculative.build_policy()
-        views = tuple(DrafterView(name, drafter.deterministic) for name, drafter in engine.drafters.items())
+        views = tuple(DrafterView(name, drafter.deterministic, stepwise=drafter.stepwise) for name, drafter in engine.drafters.items())
         if not (policy.needs_costs and engine.config.profile):
             policy.start(Setup(views, engine.scheduler.max_k, CostModel()))
             return policy

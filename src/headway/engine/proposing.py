@@ -44,7 +44,8 @@ class Proposer:
                 continue
             began = time.perf_counter()
             requests = [_request(rows[i].seq, rows[i].k, rows[i].room) for i in mine]
-            made = drafter.propose(requests, policy.keep) if mine else []
+            listens = policy.listens(name)
+            made = drafter.propose(requests, policy.keep if listens else keep_all) if mine else []
             for i, request, draft in zip(mine, requests, made, strict=True):
                 found.drafts[i] = draft.truncated(request.k if draft.parents is None else request.room) if draft.tokens else None
             unseen = self._unseen(name, requests)
@@ -55,8 +56,9 @@ class Proposer:
                 unseen += self._unseen(name, requests)
                 for (seq, k), draft in zip(shadowed, drafter.propose(requests, keep_all), strict=True):
                     self._shadows.add(seq, name, draft.spine().truncated(k), 0)
+            longest = [len(draft.tokens) for draft in made] if listens and drafter.stepwise else [rows[i].k for i in mine]
             found.drafting.append(DrafterFeedback(
-                name, len(mine) + len(shadowed), max([rows[i].k for i in mine] + [k for _, k in shadowed]), unseen,
+                name, len(mine) + len(shadowed), max([1, *longest, *(k for _, k in shadowed)]), unseen,
                 sum(len(found.drafts[i] or ()) for i in mine), (time.perf_counter() - began) * 1e3,
             ))  # fmt: skip
         return found
@@ -70,7 +72,7 @@ class Proposer:
                 continue
             began = time.perf_counter()
             requests = [_request(rows[i].seq, k, k) for i, k in mine]
-            for (i, k), draft in zip(mine, drafter.propose(requests, policy.keep), strict=True):
+            for (i, k), draft in zip(mine, drafter.propose(requests, policy.keep if policy.listens(name) else keep_all), strict=True):
                 looks[i][name] = draft.truncated(k)
             drafted = sum([len(looks[i][name]) for i, _ in mine])
             found.drafting.append(DrafterFeedback(

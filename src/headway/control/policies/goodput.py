@@ -8,7 +8,8 @@ reached lately. Every decision compares tokens gained with milliseconds spent at
                     with a bonus for the one it has; a group that does not pay for its drafter's fixed cost is not asked.
     in which order  drafters that copy for next to nothing are looked at before a dear one is asked, and each step decides with their
                     drafts in hand who drafts (control/planned.py)
-    how deep        the k beyond which a further position gains less over all asked requests than drafting it costs
+    how deep        the k beyond which a further position gains less over all asked requests than drafting it costs; where one token
+                    takes a while, decided before each by the confidence of those drafted (control/stopping.py)
     what to verify  control/allocation.py over all drafts at once, with calibrated confidence, against T(n) of the cost model
 
 Sampled drafts get their length from statistics known before they are drawn and are verified whole, as the losslessness rule of
@@ -37,6 +38,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.config import option
 from headway.control.allocation import FEW
@@ -44,7 +46,7 @@ from headway.control.candidate import FOUND_ASKS, Candidate, some
 from headway.control.costs import Work
 from headway.control.depth import DEPTHS, choose_depth
 from headway.control.guard import Mean, Plain
-from headway.control.planned import Held, Step
+from headway.control.planned import STEEP, Held, Step, choice
 from headway.control.policy import BatchView, DraftView, Policy, SequenceView, Setup
 from headway.control.selection import select_few, select_many
 from headway.control.worth import Own
@@ -58,8 +60,7 @@ HOLD_STEPS = 4           # steps for which it stays decided who is asked, while 
 STAY = 0.1               # bonus of the drafter a request has, as a share of what it is worth
 NEXT_TO_NOTHING = 0.1    # tokens: a drafter whose draft costs no more is looked at before another one is asked
 LITTLE = 0.25            # of what the dearest drafter costs: one of nearly the same price competes with it, one of less is looked at first
-STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
-_SHADOW_DEPTH = 2        # drafts of a shadow whose drafter takes time for each
+SLOW = 0.15              # a further token for all that costs this share of a plain step: it is asked for one by one
 _SPEEDUP_MEMORY = 100.0  # steps
 _DECIDING_MEMORY = 50.0  # steps
 _HOPELESS_AFTER = 32     # drafts of a request that is in a hurry, after which
@@ -96,8 +97,6 @@ class Goodput(Policy):
         self._step: Step | None = None
         self._unread: list[tuple[Step | None, Feedback]] = []
         self._held = Held([], 0)
-        self._wishes: dict[int, Choice] = {}   # shadow drafts of this step
-        self._choices: dict[tuple[str, int, tuple[Choice, ...]], Choice] = {}
         self._rests_until = 0                  # step before which nothing is decided
         self._planned = 0                      # the latest step that was planned
         self._last: dict[int, int] = {}        # seq_id -> index of the drafter it was given last
@@ -116,7 +115,7 @@ class Goodput(Policy):
         return 0 < self._rests_until - step <= REST_STEPS
 
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
-        self._step, self._wishes, self.forecast = None, {}, None
+        self._step, self.forecast = None, None
         self._speedup.observe(1.0, min(float(view.step - self._planned - 1), _SPEEDUP_MEMORY))   # not asked, at rest: plain steps
         self._planned = view.step
         decoding = [] if self.rests(view.step) else [seq for seq in view.sequences if seq.decoding]
@@ -137,7 +136,7 @@ class Goodput(Policy):
         return step.plan
 
     def shadow(self, view: BatchView) -> Mapping[int, Choice]:
-        return self._wishes
+        return {} if self._step is None else self._step.wishes
 
     def _opened(self, view: BatchView, decoding: list[SequenceView]) -> Step:
         """The prices of the step to come."""
@@ -172,6 +171,8 @@ class Goodput(Policy):
             if (drafter := self._held.asked.get(seq.seq_id)) is not None and seq.seq_id not in self._held.nets:   # was asked up to now
                 own = drafter.worth.of(seq.seq_id)
                 own.asked_at, own.seen = step.number - 1, seq.num_context - 1
+        for drafter in self._drafters:
+            drafter.listens = drafter.stepwise and drafter.first_depth is None and step.pass_ms(drafter) > SLOW * step.plain_ms
         step.cheap = self._cheap(step)
         held = self._held = Held(ids, step.number + HOLD_STEPS, step.cheap)
         known = [[drafter.worth.of(seq_id) for seq_id in ids] for drafter in self._drafters]
@@ -223,7 +224,7 @@ class Goodput(Policy):
                 owner[i] = index
             for i in others:
                 if owner[i] != index and (able[i].greedy or drafter.deterministic):
-                    self._watch(drafter, able[i], step)
+                    step.watch(drafter, able[i])
                 known[index][i].asked_at, known[index][i].seen = step.number, able[i].num_context
             if drafter.is_rich:
                 self._rests_until = held.until = 0
@@ -235,10 +236,10 @@ class Goodput(Policy):
         """Adds the sequences able[i], i in `mine`, to `plan` and `asked`."""
         if not mine:
             return
-        first = () if drafter in step.cheap else tuple([self._choice(look.name, look.max_k) for look in step.cheap])
+        first = () if drafter in step.cheap else tuple([choice(look.name, look.max_k) for look in step.cheap])
         for i, k in zip(mine, self._depths(drafter, step, [able[i] for i in mine]), strict=True):
             seq, own = able[i], known[i]
-            plan[seq.seq_id] = self._choice(drafter.name, min(k, seq.max_k), first)
+            plan[seq.seq_id] = choice(drafter.name, min(k, seq.max_k), first)
             asked[seq.seq_id] = drafter
             if not first:
                 own.asked_at, own.seen = step.number, seq.num_context
@@ -316,21 +317,20 @@ class Goodput(Policy):
         depths = [depth for depth in DEPTHS if depth <= longest] if steep else [longest]
         work = Work(len(step.sequences), len(step.sequences) + step.num_prefill, step.num_context)
         drafter.depth, lengths = choose_depth(drafter, self._costs, [seq.seq_id for seq in sequences], work, step.rate, depths)
+        if drafter.listens:
+            return [longest] * num_rows
         whole = [not (drafter.deterministic or seq.greedy) for seq in sequences]
         return [max(1, length) if fixed else drafter.depth for length, fixed in zip(lengths, whole, strict=True)]
 
-    def _watch(self, drafter: Candidate, seq: SequenceView, step: Step) -> None:
-        """A shadow draft, unless one is under way already."""
-        if seq.seq_id not in self._wishes and seq.seq_id not in drafter.watched:
-            k = min(drafter.depth, _SHADOW_DEPTH) if drafter.rise(1) > STEEP * step.plain_ms else drafter.max_k
-            self._wishes[seq.seq_id] = self._choice(drafter.name, min(k, seq.max_k))
-            drafter.watch(seq.seq_id, min(k, seq.max_k), len(step.sequences), step.rate, step.verify_ms)
+    # -- while drafting -------------------------------------------------------------------------------------------
 
-    def _choice(self, name: str, k: int, first: tuple[Choice, ...] = ()) -> Choice:
-        found = self._choices.get((name, k, first))
-        if found is None:
-            found = self._choices[name, k, first] = Choice(name, k, first)
-        return found
+    def listens(self, drafter: str) -> bool:
+        return self._step is not None and self._by_name[drafter].listens
+
+    def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+        step = self._step
+        assert step is not None
+        return step.stopping_of(step.asked[seq_ids[0]], self._costs).keep(seq_ids, position, confidence)
 
     # -- after drafting -------------------------------------------------------------------------------------------
 

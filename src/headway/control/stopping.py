@@ -1,0 +1,66 @@
+"""Where drafts stop: for which of them a drafter that predicts token by token should run once more.
+
+A pass is paid by all drafts that it goes on for, so this is decided for all of them together. Let reach be P(all that is drafted is
+accepted), by calibrated confidence, and ahead(m) the tokens that m more are expected to add when it is. Of all numbers n of drafts, those
+with the largest reach, and m of further passes, the one wins that brings most:
+
+    sum over the n of reach * ahead(m)  -  rate * (m * pass_ms(n) + T(drafted + n * m) - T(drafted))
+
+With m = 1 alone a step of T (a tile that is full) would end drafts that it pays to carry across. SpecDec++ (arXiv 2405.19715) stops where
+a rejection has become likely, whatever a pass and a verified token cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.control.candidate import Candidate
+
+FloatArray = NDArray[np.float64]
+
+_MOST_AHEAD = 4   # passes that are looked ahead
+
+
+class Stopping:
+    """The drafts of one drafter in one step.
+
+    step_ms  [1 + drafts of all requests at most] T(n): of a step that verifies n of them
+    rate     tokens that a millisecond is worth
+    """
+
+    def __init__(self, drafter: Candidate, step_ms: FloatArray, rate: float) -> None:
+        self._drafter, self._step_ms, self._rate = drafter, step_ms, rate
+        self._reach: dict[int, float] = {}   # by seq_id
+        self._drafted = 0
+
+    def keep(self, seq_ids: Sequence[int], position: int, confidence: FloatArray) -> NDArray[np.bool_]:
+        """[n] as `Policy.keep`."""
+        reach = self._reached(seq_ids, position, confidence)
+        self._drafted += len(seq_ids)
+        kept = np.zeros(len(seq_ids), dtype=np.bool_)
+        passes = np.arange(1, min(_MOST_AHEAD, self._drafter.max_k - position - 1) + 1)
+        if len(passes) == 0:
+            return kept
+        rates = self._drafter.blind.predict(seq_ids, position + 1 + len(passes))[:, position + 1 :]
+        order = np.argsort(-reach, kind="stable")
+        gained = np.cumsum((reach[:, None] * np.cumsum(np.cumprod(rates, axis=1), axis=1))[order], axis=0)   # [n, m]
+        count = np.arange(1, len(seq_ids) + 1)[:, None]
+        pass_ms = np.array([n * self._drafter.further_ms(n, 2) for n in range(1, len(seq_ids) + 1)])[:, None]
+        verified = self._step_ms[np.minimum(self._drafted + count * passes, len(self._step_ms) - 1)]
+        spent = passes * pass_ms + verified - self._step_ms[min(self._drafted, len(self._step_ms) - 1)]
+        net = gained - self._rate * spent
+        if net.max() > 0.0:
+            kept[order[: int(net.argmax()) // len(passes) + 1]] = True
+        return kept
+
+    def _reached(self, seq_ids: Sequence[int], position: int, confidence: FloatArray) -> FloatArray:
+        """[n] P(all drafted tokens up to `position` are accepted)."""
+        told = np.full((len(seq_ids), position + 1), np.nan)
+        told[:, position] = confidence
+        rates = self._drafter.sighted.predict(seq_ids, position + 1, told)[:, position]
+        reach = np.array([self._reach.get(seq_id, 1.0) for seq_id in seq_ids]) * rates
+        self._reach.update(zip(seq_ids, reach.tolist(), strict=True))
+        return reach
