@@ -329,6 +329,22 @@ def test_rounds_count_by_what_was_measured_in_them() -> None:
     assert analysis.against(None)["p", "chat@8"] == pytest.approx((220 / 40) / (330 / 48))
 
 
+def test_a_static_k_chosen_beforehand_gains_nothing_from_noise() -> None:
+    """Both are as good; hindsight takes whichever was lucky in more of the rounds."""
+    speeds = {("chat@1", "x-k1"): [10.0, 14.0, 12.0], ("chat@1", "x-k2"): [14.0, 10.0, 11.9], ("chat@1", "p"): [12.0] * 3, ("chat@8", "p"): [1.0]}
+    made = document(speeds | {("chat@8", "x-k1"): [1.0], ("chat@8", "x-k2"): [1.0]})
+    for run in made["runs"]:
+        run["num_output_tokens"], run["duration_s"] = run["num_output_tokens"] / run["duration_s"], 1.0   # as long in all of them
+    analysis = Analysis(made)
+    assert analysis.best_static("chat@1") == "x-k1"
+    assert analysis.against(None)["p", "chat@1"] == 1.0
+    # The others say x-k1, x-k2, x-k1... each wrong where it counts.
+    assert analysis.against_chosen() == {
+        ("x-k1", "chat@1"): pytest.approx(36 / 32), ("x-k2", "chat@1"): pytest.approx(35.9 / 32), ("p", "chat@1"): pytest.approx(36 / 32),
+    }  # fmt: skip
+    assert analysis.summary()["p"]["against_chosen_static"] == {"worst": pytest.approx(1.125), "worst_cell": "chat@1", "mean": pytest.approx(1.125)}
+
+
 def test_a_machine_that_changes_its_speed_changes_no_ratio() -> None:
     bases = {"off": 10.0, "x-k1": 11.0, "p": 13.2}
     speeds = {("chat@1", name): [base * pace for pace in (1.0, 3.0, 0.5, 1.4)] for name, base in bases.items()}

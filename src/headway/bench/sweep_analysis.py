@@ -4,7 +4,8 @@ The throughput of a configuration in a cell is all tokens of its rounds over all
 has; a ratio is that of two such throughputs. A round of a large batch is a slice of it, in which one engine may read more prompts than
 another: in the sum over rounds that evens out, in the median of a few ratios it does not. The spread of a ratio is the least and the
 greatest of its ratios within rounds; where rounds differ in pace, and engines in what they wrote in which, the ratio may lie outside it.
-The best static k is picked by the same throughput, with hindsight, noise included: an oracle no user has.
+The best static k is picked by the same throughput, with hindsight, noise included: an oracle no user has, and the largest of several noisy
+figures is too large. Beside it stands a static k chosen beforehand: in each round the one that the cell's other rounds call best.
 """
 
 from __future__ import annotations
@@ -65,6 +66,21 @@ class Analysis:
                 found.update({(name, cell): self.tokens_per_s(cell, name) / theirs for name in self.configurations})
         return found
 
+    def against_chosen(self) -> Ratios:
+        """Throughput over that of the static k which, for each round, the others call best. Cells of one round have none."""
+        found = {}
+        for cell, rounds in self.rounds.items():
+            if len(rounds) < 2 or not self.statics:
+                continue
+            theirs = []
+            for runs in rounds:
+                others = [other for other in rounds if other is not runs]
+                chosen = max(self.statics, key=lambda name: _tokens_per_s([other[name] for other in others]))   # noqa: B023
+                theirs.append(runs[chosen])
+            if (speed := _tokens_per_s(theirs)) > 0.0:
+                found.update({(name, cell): self.tokens_per_s(cell, name) / speed for name in self.configurations})
+        return found
+
     def spread(self, cell: str, name: str, base: str) -> tuple[float, float]:
         """Least and greatest ratio to `base` within a round; rounds in which `base` wrote nothing have none."""
         pairs = [(_tokens_per_s([runs[name]]), _tokens_per_s([runs[base]])) for runs in self.rounds[cell]]
@@ -80,12 +96,13 @@ class Analysis:
         return found
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Per configuration that is not a static k: worst cell and mean over cells of both ratios; mean against each of the others."""
-        off, best = self.against(OFF), self.against(None)
+        """Per configuration that is not a static k: worst cell and mean over cells of each ratio; mean against each of the others."""
+        off, best, chosen = self.against(OFF), self.against(None), self.against_chosen()
         return {
             name: {
                 "against_off": _worst_and_mean(off, name, self.cells),
                 "against_best_static": _worst_and_mean(best, name, self.cells),
+                "against_chosen_static": _worst_and_mean(chosen, name, self.cells),
                 "mean_against": {other: found["mean"] for other in self.adaptive if other != name
                                  if (found := _worst_and_mean(self.against(other), name, self.cells)) is not None},
             }

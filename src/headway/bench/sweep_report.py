@@ -59,7 +59,7 @@ def _provenance(document: Mapping[str, Any], analysis: Analysis) -> str:
         "loop stays full from round to round. A ratio is one of totals: all tokens over all seconds of the rounds, over "
         "the same of the other configuration; least and greatest ratio within a round say how far to trust it. "
         "Policies go on learning and drafters remember earlier answers across rounds and cells, as in a server. The best static k is "
-        "picked with hindsight in each cell."
+        "picked with hindsight in each cell; the chosen one is, in each round, the one that the cell's other rounds call best."
     )
     return "<table>" + "".join(f"<tr><td>{name}</td><td style='text-align:left'>{value}</td></tr>" for name, value in rows) + (
         f"</table><p class='note'>{text}</p>"
@@ -67,11 +67,14 @@ def _provenance(document: Mapping[str, Any], analysis: Analysis) -> str:
 
 
 def _summary(analysis: Analysis) -> str:
-    head = ("configuration", "against off: worst", "in cell", "mean", "against the best static k: worst", "in cell", "mean")
+    head = (
+        "configuration", "against off: worst", "in cell", "mean", "against the best static k: worst", "in cell", "mean",
+        "against a chosen static k: worst", "in cell", "mean",
+    )  # fmt: skip
     rows = []
     for name, found in analysis.summary().items():
         cells = [escape(name)]
-        for key, floor in (("against_off", FLOOR_OFF), ("against_best_static", FLOOR_BEST)):
+        for key, floor in (("against_off", FLOOR_OFF), ("against_best_static", FLOOR_BEST), ("against_chosen_static", FLOOR_BEST)):
             value = found[key]
             if value is None:
                 cells += ["-"] * 3

@@ -127,10 +127,11 @@ def _print_summary(analysis: Analysis) -> None:
         rows = [[name, *(f"{ratios[name, cell]:.3f}" for cell in analysis.cells)] for name in analysis.configurations] if ratios else []
         table(f"output tokens/s against {base}, all rounds together", ("", *analysis.cells), rows)
     summary = analysis.summary()
-    head = ("configuration", "/ off, worst", "mean", "/ best static k, worst", "mean", *(f"mean / {name}" for name in analysis.adaptive))
+    bases = {"off": "against_off", "best static k": "against_best_static", "chosen static k": "against_chosen_static"}
+    head = ("configuration", *(part for base in bases for part in (f"/ {base}, worst", "mean")), *(f"mean / {name}" for name in analysis.adaptive))
     rows = []
     for name, found in summary.items():
-        sides = (found["against_off"], found["against_best_static"])
+        sides = [found[key] for key in bases.values()]
         rows.append([name, *(f"{side[key]:.3f}" if side else "-" for side in sides for key in ("worst", "mean")),
                      *(f"{found['mean_against'].get(other, 1.0):.3f}" for other in analysis.adaptive)])  # fmt: skip
     table(f"{len(analysis.cells)} cells", head, rows)
