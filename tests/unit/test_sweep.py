@@ -331,8 +331,8 @@ def test_rounds_count_by_what_was_measured_in_them() -> None:
 
 def test_a_static_k_chosen_beforehand_gains_nothing_from_noise() -> None:
     """Both are as good; hindsight takes whichever was lucky in more of the rounds."""
-    speeds = {("chat@1", "x-k1"): [10.0, 14.0, 12.0], ("chat@1", "x-k2"): [14.0, 10.0, 11.9], ("chat@1", "p"): [12.0] * 3, ("chat@8", "p"): [1.0]}
-    made = document(speeds | {("chat@8", "x-k1"): [1.0], ("chat@8", "x-k2"): [1.0]})
+    speeds = {("chat@1", "x-k1"): [10.0, 14.0, 12.0], ("chat@1", "x-k2"): [14.0, 10.0, 11.9], ("chat@1", "p"): [12.0] * 3}
+    made = document(speeds | {("chat@8", name): [1.0] for name in ("x-k1", "x-k2", "p")})
     for run in made["runs"]:
         run["num_output_tokens"], run["duration_s"] = run["num_output_tokens"] / run["duration_s"], 1.0   # as long in all of them
     analysis = Analysis(made)
@@ -342,7 +342,7 @@ def test_a_static_k_chosen_beforehand_gains_nothing_from_noise() -> None:
     assert analysis.against_chosen() == {
         ("x-k1", "chat@1"): pytest.approx(36 / 32), ("x-k2", "chat@1"): pytest.approx(35.9 / 32), ("p", "chat@1"): pytest.approx(36 / 32),
     }  # fmt: skip
-    assert analysis.summary()["p"]["against_chosen_static"] == {"worst": pytest.approx(1.125), "worst_cell": "chat@1", "mean": pytest.approx(1.125)}
+    assert analysis.summary()["p"]["against_chosen_static"]["worst"] == pytest.approx(1.125)
 
 
 def test_a_machine_that_changes_its_speed_changes_no_ratio() -> None:

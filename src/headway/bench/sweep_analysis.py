@@ -75,7 +75,7 @@ class Analysis:
             theirs = []
             for runs in rounds:
                 others = [other for other in rounds if other is not runs]
-                chosen = max(self.statics, key=lambda name: _tokens_per_s([other[name] for other in others]))   # noqa: B023
+                chosen = max(self.statics, key=lambda name: _tokens_per_s([other[name] for other in others]))
                 theirs.append(runs[chosen])
             if (speed := _tokens_per_s(theirs)) > 0.0:
                 found.update({(name, cell): self.tokens_per_s(cell, name) / speed for name in self.configurations})

@@ -128,7 +128,8 @@ def _print_summary(analysis: Analysis) -> None:
         table(f"output tokens/s against {base}, all rounds together", ("", *analysis.cells), rows)
     summary = analysis.summary()
     bases = {"off": "against_off", "best static k": "against_best_static", "chosen static k": "against_chosen_static"}
-    head = ("configuration", *(part for base in bases for part in (f"/ {base}, worst", "mean")), *(f"mean / {name}" for name in analysis.adaptive))
+    columns = [column for base in bases for column in (f"/ {base}, worst", "mean")]
+    head = ("configuration", *columns, *(f"mean / {name}" for name in analysis.adaptive))
     rows = []
     for name, found in summary.items():
         sides = [found[key] for key in bases.values()]
