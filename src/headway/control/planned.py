@@ -86,6 +86,18 @@ class Step:
             found = self.stopping[drafter.name] = Stopping(drafter, step_ms, self.rate)
         return found
 
+    def drafting_ms(self, drafters: Sequence[Candidate], drafts: Sequence[DraftView], costs: CostModel) -> float:
+        """What drafting was to take; where it was decided on the way, what so many passes were."""
+        asked, ms = list(self.asked.values()), 0.0
+        for drafter in drafters:
+            depth = drafter.depth
+            if drafter.listens:
+                depth = max([draft.length for draft in drafts if draft.drafter == drafter.name], default=1)
+            ms += costs.predict_draft(drafter.name, asked.count(drafter), depth)
+        if self.left:
+            ms += sum([costs.predict_draft(drafter.name, len(self.left), drafter.depth) for drafter in self.cheap])
+        return ms
+
     def take(self, drafts: Sequence[DraftView], by_name: Mapping[str, Candidate], prices: Sequence[float]) -> dict[int, str]:
         """seq_id -> the cheap drafter whose draft is taken, for those that are not left to the dear one; `asked` then says who was.
 

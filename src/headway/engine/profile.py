@@ -33,6 +33,7 @@ MAX_CONTEXT = 8192        # tokens of K/V that a pass touches, so that profiling
 MAX_REPEATS = 7
 SIZES = (1, 4, 16, 64)    # sequences
 DRAFTS = (0, 1, 2, 4, 8)  # for each of them
+ALONE = range(9)          # for a single one with little context: where its next draft begins another tile decides how long drafts pay
 FEW = (1, 4)              # for all of them together: what comes right behind a full tile
 CONTEXTS = (32, 512)      # tokens of each sequence
 CHECKED = ((1, 0, 32), (4, 16, 32), (16, 16, 32))
@@ -69,7 +70,8 @@ def path_of(engine: Engine) -> Path:
     kernels = (library.variant, native.INTERFACE) if library is not None else None
     shape = {key: value for key, value in asdict(model.config).items() if "token" not in key}
     machine = [device, threads, kernels]
-    what = [shape, str(model.dtype), model.int8, *machine, engine.runner.block_size, __version__, torch.__version__, FORMAT]
+    measured = [SIZES, DRAFTS, list(ALONE), FEW, CONTEXTS]
+    what = [shape, str(model.dtype), model.int8, *machine, engine.runner.block_size, __version__, torch.__version__, FORMAT, measured]
     digest = hashlib.sha256(json.dumps(what, default=str, sort_keys=True).encode()).hexdigest()
     return hub.home() / "profiles" / f"{digest[:20]}.json"
 
@@ -89,6 +91,7 @@ def _grid(engine: Engine) -> list[tuple[int, int, int]]:
         for drafts in (*FEW, *(size * each for each in DRAFTS))
         if size <= limits.max_num_seqs and size + drafts <= limits.token_budget
     }
+    found |= {(1, drafts, CONTEXTS[0]) for drafts in ALONE if 1 + drafts <= limits.token_budget}
     return sorted(found, key=lambda shape: (shape[0] + shape[1], shape))
 
 

@@ -361,12 +361,8 @@ class Goodput(Policy):
             none_ms, all_ms = float(many_ms[0]), float(many_ms[total := sum(lengths.values())])
         if total:
             step.verify_ms = (all_ms - none_ms) / total
-        asked = list(step.asked.values())
-        drafting = sum([self._costs.predict_draft(drafter.name, asked.count(drafter), drafter.depth) for drafter in self._drafters])
-        if step.left:
-            drafting += sum([self._costs.predict_draft(drafter.name, len(step.left), drafter.depth) for drafter in step.cheap])
-        extra = step.plain_ms - step.predicted_ms
-        self.forecast = Forecast(all_ms + extra + drafting, num_rows + gained, step.plain_ms if whole else none_ms + extra)
+        extra, drafting_ms = step.plain_ms - step.predicted_ms, step.drafting_ms(self._drafters, drafts, self._costs)
+        self.forecast = Forecast(all_ms + extra + drafting_ms, num_rows + gained, step.plain_ms if whole else none_ms + extra)
         return lengths
 
     # -- after the step -------------------------------------------------------------------------------------------
