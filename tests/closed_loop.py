@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from headway.control.costs import CostModel, Work
 from headway.control.policies.static import Static
 from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup
-from headway.types import NO_DRAFT, Choice, DrafterFeedback, Feedback, SequenceFeedback, ShadowFeedback
+from headway.drafters.drafter import DraftRequest, apply_keep
+from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, SequenceFeedback, ShadowFeedback
 
 
 @dataclass(frozen=True)
@@ -212,18 +213,13 @@ def _draft(world: World, random: np.random.Generator, step: int, request: int, n
 
 def _stopped(policy: Policy, ids: Sequence[int], drafts: dict[int, _Draft]) -> dict[int, _Draft]:
     """Each draft up to where the policy stopped it."""
-    going, position = {i: draft for i, draft in drafts.items() if draft[0] > 1}, 0
-    lengths = {i: min(1, draft[0]) for i, draft in drafts.items()}
-    while going:
-        told = np.array([draft[2][position] if draft[2] else np.nan for draft in going.values()])
-        kept = policy.keep([ids[i] for i in going], position, told)
-        position += 1
-        going = {i: draft for (i, draft), goes in zip(going.items(), kept, strict=True) if goes}
-        lengths.update(dict.fromkeys(going, position + 1))
-        going = {i: draft for i, draft in going.items() if draft[0] > position + 1}
+    requests = [DraftRequest(ids[i], [], 0, length, True) for i, (length, _, _) in drafts.items()]
+    made = [Draft([0] * length, confidence=list(told) if told else None) for length, _, told in drafts.values()]
+    kept = [len(draft) for draft in apply_keep(requests, made, policy.keep)]
     return {
-        i: (lengths[i], min(right, lengths[i]), told[: lengths[i]] if told else None) for i, (_, right, told) in drafts.items()
-    }  # fmt: skip
+        i: (length, min(right, length), told[:length] if told else None)
+        for length, (i, (_, right, told)) in zip(kept, drafts.items(), strict=True)
+    }
 
 
 def profile(world: World, random: np.random.Generator) -> list[tuple[Work, float]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.control.policy import Policy
 from headway.types import Draft
 
 if TYPE_CHECKING:
@@ -186,6 +187,11 @@ class Drafter(ABC):
 def keep_all(seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
     """The `Keep` that never stops a draft."""
     return np.ones(len(seq_ids), dtype=np.bool_)
+
+
+def keep_of(policy: Policy, drafter: str) -> Keep:
+    """What `drafter` asks in this step: the policy where it listens, else nobody."""
+    return policy.keep if policy.listens(drafter) else keep_all
 
 
 def apply_keep(requests: Sequence[DraftRequest], drafts: list[Draft], keep: Keep) -> list[Draft]:

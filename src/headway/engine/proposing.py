@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from headway.control.policy import BatchView, DraftView, Policy
 from headway.control.shadows import Shadows
-from headway.drafters.drafter import Drafter, DraftRequest, keep_all
+from headway.drafters.drafter import Drafter, DraftRequest, keep_all, keep_of
 from headway.engine.scheduler import Scheduler
 from headway.types import Choice, Draft, DrafterFeedback, LookFeedback, Row
 from headway.types import Sequence as Written
@@ -44,8 +44,8 @@ class Proposer:
                 continue
             began = time.perf_counter()
             requests = [_request(rows[i].seq, rows[i].k, rows[i].room) for i in mine]
-            listens = policy.listens(name)
-            made = drafter.propose(requests, policy.keep if listens else keep_all) if mine else []
+            keep = keep_of(policy, name)
+            made = drafter.propose(requests, keep) if mine else []
             for i, request, draft in zip(mine, requests, made, strict=True):
                 found.drafts[i] = draft.truncated(request.k if draft.parents is None else request.room) if draft.tokens else None
             unseen = self._unseen(name, requests)
@@ -56,7 +56,7 @@ class Proposer:
                 unseen += self._unseen(name, requests)
                 for (seq, k), draft in zip(shadowed, drafter.propose(requests, keep_all), strict=True):
                     self._shadows.add(seq, name, draft.spine().truncated(k), 0)
-            longest = [len(draft.tokens) for draft in made] if listens and drafter.stepwise else [rows[i].k for i in mine]
+            longest = [len(draft.tokens) for draft in made] if keep is not keep_all and drafter.stepwise else [rows[i].k for i in mine]
             found.drafting.append(DrafterFeedback(
                 name, len(mine) + len(shadowed), max([1, *longest, *(k for _, k in shadowed)]), unseen,
                 sum(len(found.drafts[i] or ()) for i in mine), (time.perf_counter() - began) * 1e3,
@@ -72,7 +72,7 @@ class Proposer:
                 continue
             began = time.perf_counter()
             requests = [_request(rows[i].seq, k, k) for i, k in mine]
-            for (i, k), draft in zip(mine, drafter.propose(requests, policy.keep if policy.listens(name) else keep_all), strict=True):
+            for (i, k), draft in zip(mine, drafter.propose(requests, keep_of(policy, name)), strict=True):
                 looks[i][name] = draft.truncated(k)
             drafted = sum([len(looks[i][name]) for i, _ in mine])
             found.drafting.append(DrafterFeedback(

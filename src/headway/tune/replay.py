@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from headway.control.costs import CostModel
 from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup
 from headway.control.trace import Trace
-from headway.drafters.drafter import DraftRequest, apply_keep, keep_all
+from headway.drafters.drafter import DraftRequest, apply_keep, keep_of
 from headway.errors import ConfigError
 from headway.tune.evidence import Evidence, Recorded, gather
 from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, LookFeedback, SequenceFeedback, ShadowFeedback
@@ -287,7 +287,7 @@ def _draft(
             length, _ = seq.record.drafts[name].draft(seq.position, k)
             requests.append(DraftRequest(seq.record.seq_id, [], seq.record.num_prompt, k, True))
             drafts.append(Draft([0] * length, confidence=_confidence(seq, name, length)))
-        drafts = apply_keep(requests, drafts, policy.keep if policy.listens(name) else keep_all)
+        drafts = apply_keep(requests, drafts, keep_of(policy, name))
         for seq, request, draft in zip(mine, requests, drafts, strict=True):
             _, right = seq.record.drafts[name].draft(seq.position, request.k)
             confidence = tuple(draft.confidence) if draft.confidence is not None else None
