@@ -375,39 +375,12 @@ def test_known_prompts_are_not_new(tmp_path: Path) -> None:
     assert not TextFile(tmp_path / "texts.jsonl", []).is_new([1, 2, 3])
 
 
-def test_most_turns_begin_with_an_opening_and_a_topic(engine: Engine) -> None:
-    turns = data.UserTurns(engine, 3)
-    begun = [turns.begin(index) for index in range(200)]
-    assert begun == [data.UserTurns(engine, 3).begin(index) for index in range(200)]
-    assert all(prompt[: len(turns.opened)] == turns.opened for prompt in begun)
-    plain = sum(prompt == turns.opened for prompt in begun)
-    assert 20 < plain < 80
-    assert len({tuple(prompt) for prompt in begun}) > 120
-    texts = [engine.tokenizer.decode(prompt[len(turns.opened) :]) for prompt in begun]
-    assert not any("{}" in text for text in texts)
-
-
-def test_a_turn_of_nothing_is_no_prompt(engine: Engine) -> None:
-    turns = data.UserTurns(engine, 3)
-    assert turns.end(turns.opened) == []
-    words = engine.tokenizer.encode("Tell me about the moon", add_special_tokens=False)
-    assert engine.tokenizer.decode(turns.end(turns.opened + words)) == engine.tokenizer.decode(
-        engine.tokenizer.apply_chat_template([{"role": "user", "content": "Tell me about the moon"}])
-    )
-
-
 def test_long_answers_are_not_left_out_of_few(engine: Engine, tmp_path: Path) -> None:
     """Whatever was begun is finished: of the answers to eight prompts those that end first are not the first three to be kept."""
     prompts = [[*engine.tokenizer.encode(word, add_special_tokens=False), 5, 6, 7] for word in "abcdefgh"]
     file = TextFile(tmp_path / "texts.jsonl", [])
-    write(engine, file, 3, prompts=iter(prompts), greedy=True)
+    write(engine, file, 3, prompts=iter(prompts), aside=True)
     assert {tuple(text.token_ids[: text.num_prompt]) for text in read_texts(file.path)} == {tuple(prompt) for prompt in prompts[:3]}
-
-
-def test_a_model_without_a_template_needs_data(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.tokenizer._hf, "chat_template", None)
-    with pytest.raises(ConfigError, match="--data"):
-        data.UserTurns(engine, 0)
 
 
 def test_the_users_own_texts(engine: Engine, tmp_path: Path) -> None:

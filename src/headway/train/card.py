@@ -38,7 +38,7 @@ parameters, speculators format.
 
 {begun}- data: {len(texts)} texts, {tokens} answer tokens, {source}
 - {trainer.step} steps of {options.batch_tokens} positions ({trainer.epoch + 1} epochs begun), loss `{options.loss}` over
-  {options.ttt_steps} draft steps, {trainer.seconds / 60:.0f} minutes of training, seed {options.seed}, {trainer.target.dtype}
+  {options.ttt_steps} draft steps, {trainer.seconds / 60:.0f} minutes of training, seed {options.seed}, products in {trainer.dtype}
   on {trainer.target.device}, torch {torch.__version__}
 
 ## What it reaches

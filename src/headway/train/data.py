@@ -1,8 +1,7 @@
 """Texts to learn from: the model's own, or a file's.
 
-Self-instruction: a chat model asked to continue an opened user turn writes what its users would; answering that gives text it would
-itself write, which is what a drafter has to predict. Left alone, a small model asks about little, so most turns begin with an opening
-and a topic of openings.json. Half-written texts are not kept; a second run goes on where the file ends.
+The model answers what users ask (turns.py), so this is text that it would itself write, which is what a drafter has to predict.
+Half-written texts are not kept; a second run goes on where the file ends.
 """
 
 from __future__ import annotations
@@ -14,17 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headway.engine.engine import Engine
 from headway.errors import ConfigError, InvalidRequestError
+from headway.train.turns import UserTurns
 from headway.types import Request, SamplingParams
 
-_MARK = "@@headway@@"
 _USER_TOKENS = 96
-_MIN_USER_TOKENS = 4
 _USER_TEMPERATURE = 0.8
-_OPENED = 0.75   # of the user turns begin as openings.json says
 # Most requests of a server are greedy or close to it, and a drafter should know what follows an unlikely token too.
 _TEMPERATURES = (0.0, 0.7, 0.0, 0.0, 1.0, 0.0)
 
@@ -87,15 +82,15 @@ def _line(text: Text) -> str:
 
 def write_texts(
     engine: Engine, file: TextFile, prompts: Iterator[list[int]] | None, *, max_tokens: int, seed: int, deadline: float,
-    num_tokens: int | None, num_texts: int | None = None, greedy: bool = False, advance: Advance = lambda _: None,
+    num_tokens: int | None, num_texts: int | None = None, aside: bool = False, advance: Advance = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
     """Answers `prompts` (None: prompts of its own) until the tokens, the texts, the prompts or the time (`time.monotonic`; not before
-    there is a text) run out, or `stopped()`.
+    there is a text) run out, or `stopped()`. With `aside`, texts to be set aside: greedy answers to what is asked nowhere else.
 
     Deterministic for a seed, but for which texts are finished when the time is up.
     """
-    turns = None if prompts is not None else UserTurns(engine, seed)
+    turns = None if prompts is not None else UserTurns(engine, seed, aside)
     index = file.num_texts * 2
     in_flight: dict[str, tuple[list[int], bool, list[int]]] = {}   # id -> (prompt, is an answer, written so far)
 
@@ -105,7 +100,9 @@ def write_texts(
 
     def send(prompt: list[int], answer: bool) -> None:
         nonlocal index
-        temperature = _USER_TEMPERATURE if not answer else 0.0 if greedy else _TEMPERATURES[index % len(_TEMPERATURES)]
+        if answer:
+            file.reserve(prompt)
+        temperature = _USER_TEMPERATURE if not answer else 0.0 if aside else _TEMPERATURES[index % len(_TEMPERATURES)]
         room = engine.max_model_len - len(prompt)
         params = SamplingParams(
             temperature=temperature, seed=seed * 1_000_003 + index, max_tokens=min(max_tokens if answer else _USER_TOKENS, room)
@@ -118,10 +115,13 @@ def write_texts(
         # No more than are wanted: of those begun too many, the longest would be dropped.
         wanted = engine.config.max_num_seqs if num_texts is None else num_texts - file.num_texts
         while len(in_flight) < min(wanted, engine.config.max_num_seqs):
-            prompt = turns.begin(index) if turns is not None else next(prompts, None) if prompts is not None else None
-            if prompt is None:
+            if turns is not None:
+                started, complete, index = turns.begin_new(index, file.is_new)
+                send(started, complete)
+            elif (given := next(prompts or iter(()), None)) is not None:
+                send(given, True)
+            else:
                 break
-            send(prompt, prompts is not None)
         if not in_flight:
             return
         for delta in engine.step():
@@ -134,51 +134,9 @@ def write_texts(
                 file.add(Text(prompt + written, len(prompt)))
                 advance(len(written))
             elif turns is not None and not answer and delta.finish_reason == "stop" and file.is_new(asked := turns.end(prompt + written)):
-                file.reserve(asked)
                 send(asked, True)
     for request_id in in_flight:
         engine.abort(request_id)
-
-
-class UserTurns:
-    """Prompts for a chat model to continue into what a user would ask. Raises ConfigError without a chat template that can be opened."""
-
-    def __init__(self, engine: Engine, seed: int) -> None:
-        self.engine, self.seed = engine, seed
-        self.opened = _opened_user_turn(engine)
-        words = json.loads(Path(__file__).with_name("openings.json").read_text(encoding="utf-8"))
-        self.openings, self.topics = words["openings"], words["topics"]
-
-    def begin(self, index: int) -> list[int]:
-        """The template up to the user's words, or a few words into them; a function of seed and index."""
-        random = np.random.default_rng([self.seed, index])
-        if random.random() >= _OPENED:
-            return self.opened
-        opening = self.openings[random.integers(len(self.openings))].replace("{}", self.topics[random.integers(len(self.topics))])
-        return self.opened + self.engine.tokenizer.encode(opening, add_special_tokens=False)
-
-    def end(self, token_ids: list[int]) -> list[int]:
-        """The prompt that a finished user turn makes; empty when it is not usable."""
-        asked = token_ids[len(self.opened) :]
-        text = self.engine.tokenizer.decode(asked).strip()
-        if len(asked) < _MIN_USER_TOKENS or not text:
-            return []
-        try:
-            prompt = self.engine.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-        except InvalidRequestError:
-            return []
-        return prompt if len(prompt) < self.engine.max_model_len - 1 else []
-
-
-def _opened_user_turn(engine: Engine) -> list[int]:
-    tokenizer = engine.tokenizer
-    if not tokenizer.has_chat_template:
-        raise ConfigError("this model has no chat template, so it cannot write its own prompts; give texts with --data FILE.jsonl")
-    text = tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": _MARK}]), skip_special_tokens=False)
-    before, mark, _ = text.partition(_MARK)
-    if not mark:
-        raise ConfigError("the chat template of this model changes the user's words; give texts with --data FILE.jsonl")
-    return tokenizer.encode(before, add_special_tokens=False)
 
 
 def read_user_file(path: Path, engine: Engine, max_len: int) -> tuple[list[list[int]], list[Text]]:

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from headway.errors import HeadwayError
 from headway.models.decoder import Decoder
+from headway.models.loader import multiplies_bf16
 from headway.train import losses, objective
 from headway.train.batches import Batch, collate, epoch_order
 from headway.train.data import Text
 from headway.train.eagle3 import Eagle3Head
 from headway.train.features import Features, compute
+from headway.train.muon import Muon
 from headway.train.objective import Targets
 from headway.train.options import TrainOptions
 
@@ -60,7 +62,9 @@ class Trainer:
         self.held_out, self.options, self.directory = held_out, options, directory
         self.targets = Targets.of(target, head.target_ids)
         self.loss = losses.LOSSES[options.loss]
-        self.optimizers = _optimizers(head, options.learning_rate)
+        # bf16 where the target's products are and the device has instructions for them: without, PyTorch's take a hundred times as long.
+        self.dtype = torch.bfloat16 if target.dtype == torch.bfloat16 and multiplies_bf16(target.device) else torch.float32
+        self.optimizers = _optimizers(head, options.learning_rate, self.dtype)
         self.step = self.epoch = self.cursor = 0
         self.seconds = 0.0
         self._order: list[list[list[int]]] = []
@@ -148,7 +152,7 @@ class Trainer:
                 self._distance(indices).backward()   # type: ignore[no-untyped-call]
             self._update(0.0)
             times.append(time.monotonic() - began)
-        self.optimizers = _optimizers(self.head, self.options.learning_rate)   # their averages have seen gradients
+        self.optimizers = _optimizers(self.head, self.options.learning_rate, self.dtype)   # their averages have seen gradients
         return min(times)
 
     def evaluate(self) -> list[float]:
@@ -206,21 +210,19 @@ class Trainer:
         return collate(compute(self.target, self.features.layers, texts), self.options.ttt_steps)
 
     def _mixed(self) -> AbstractContextManager[Any]:
-        """Matrix products in bf16 where the target's are; weights, norms, softmax and losses stay float32."""
-        if self.target.dtype != torch.bfloat16:
-            return nullcontext()
-        return torch.autocast(self.target.device.type, torch.bfloat16)
+        """Matrix products in `dtype`; weights, norms, softmax and losses stay float32."""
+        return torch.autocast(self.target.device.type, self.dtype) if self.dtype == torch.bfloat16 else nullcontext()
 
 
-def _optimizers(head: Eagle3Head, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between hidden states (Jordan et al. 2024; scaled to AdamW's step size, arXiv:2502.16982), AdamW for norms and
-    output rows, which are not such matrices. docs/log.md has both side by side."""
+def _optimizers(head: Eagle3Head, rate: float, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices between hidden states, AdamW for norms and output rows, which are not such matrices. docs/log.md has both
+    side by side. `dtype`: of matrix products."""
     def between(name: str, parameter: Tensor) -> bool:
         return parameter.ndim == 2 and name != "lm_head.weight"
 
     named = list(head.named_parameters())
     return [
-        torch.optim.Muon([p for name, p in named if between(name, p)], lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon([p for name, p in named if between(name, p)], rate, dtype=dtype),
         torch.optim.AdamW([p for name, p in named if not between(name, p)], lr=rate, betas=(0.9, 0.95), weight_decay=0.01),
     ]
 

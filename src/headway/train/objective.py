@@ -20,7 +20,7 @@ STEP_DECAY = 0.8
 
 @dataclass(frozen=True)
 class Targets:
-    """The fixed part: the target's embedding, and its output rows for the draft vocabulary [draft vocabulary, hidden]."""
+    """The fixed part: the target's embedding, and its output rows for the draft vocabulary [draft vocabulary, hidden], float32."""
 
     embedding: Tensor
     output: Tensor
@@ -31,7 +31,7 @@ class Targets:
         hidden = target.config.hidden_size
         identity = torch.eye(hidden, dtype=target.dtype, device=target.device)
         rows = torch.cat([target.logits(part)[:, target_ids] for part in torch.split(identity, 64)])
-        return cls(target.embedding.clone(), rows.t().contiguous().clone())
+        return cls(target.embedding.clone(), rows.t().float().contiguous().clone())
 
 
 def distances(
@@ -44,7 +44,7 @@ def distances(
     the others: the output layer is half the work, and neighbours teach much the same.
     """
     learned = batch.learned()
-    logits = F.linear(batch.last[learned], targets.output).float()
+    logits = F.linear(batch.last[learned].to(targets.output.dtype), targets.output).float()
     normalizer = logits.logsumexp(-1)
     covered = (normalizer - batch.log_normalizer[learned]).exp().clamp(max=1.0)
     log_p = logits - normalizer[:, None]

@@ -94,7 +94,7 @@ def _write_texts(
     with screen.bar("held-out texts (tokens)", None) as advance:
         todo = None if aside is None else iter(aside[held_out_file.num_texts :])
         data.write_texts(engine, held_out_file, todo, seed=options.seed + 1, deadline=float("inf"), num_tokens=None, num_texts=wanted,
-                         greedy=True, advance=advance, **common)  # fmt: skip
+                         aside=True, advance=advance, **common)  # fmt: skip
     check(stopped)
     file = TextFile(run / "texts.jsonl", read_texts(held_out_file.path))
     for text in ready:
