@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headway import plugins
 from headway.config import EngineConfig, SpeculativeConfig
+from headway.engine import engine as engine_module
+from headway.engine import proposing
 from headway.engine.engine import Engine
 from headway.types import OutputDelta, Request, SamplingParams
 from tests.drafter_models import drafter_config, kinds
 from tests.tiny import tiny_model_dir
 
-# Policies whose options have no default.
-REQUIRED = {
+# Policies whose options have no default, and one that would soon settle for no drafts in so few steps.
+OPTIONS = {
+    "bandit": {"exploration": 10.0},
     "batch_table": {"num_speculative_tokens_per_batch_size": [[1, 2, 4], [3, 8, 2]]},
     "disable_by_batch_size": {"disable_by_batch_size": 3},
 }
@@ -41,7 +46,7 @@ def drafter(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: p
 
 @pytest.fixture(scope="module", params=plugins.names("policy"))
 def engine(request: pytest.FixtureRequest, drafter: dict[str, Any], model_dir: Path) -> Engine:
-    policy = {"name": request.param, **REQUIRED.get(request.param, {})}
+    policy = {"name": request.param, **OPTIONS.get(request.param, {})}
     return build(model_dir, SpeculativeConfig.parse({**drafter, "num_speculative_tokens": 4, "policy": policy}))
 
 
@@ -82,6 +87,15 @@ def collect(deltas: Iterator[OutputDelta]) -> dict[str, list[int]]:
     return written
 
 
+@pytest.fixture
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a tenth of a millisecond after the one before: what a policy that decides by time drafts is the same
+    wherever it runs."""
+    looks = count()
+    for module in (engine_module, proposing):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(looks) * 1e-4))
+
+
 @cache
 def reference(model_dir: Path, sampled: bool) -> dict[str, list[int]]:
     """What plain decoding writes, each request alone."""
@@ -94,7 +108,7 @@ def reference(model_dir: Path, sampled: bool) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 class TestEveryDrafterUnderEveryPolicy:
-    def test_alone(self, engine: Engine, model_dir: Path, sampled: bool) -> None:
+    def test_alone(self, engine: Engine, model_dir: Path, sampled: bool, steady_clock: None) -> None:
         written = {}
         for request in make_requests(sampled):
             written |= run(engine, [request])

@@ -23,7 +23,9 @@ from tests.tiny import tiny_model_dir
 FAST = ["--dtype", "float32", "--kv-cache-memory-bytes", "8M"]
 # Prompts of the workload chat and these answers fit the tiny model's context of 512.
 LOAD = ["--workload", "chat", "--output-len", "80", "--num-prompts", "5", "--warmup", "1"]
-SPECULATION = [["--spec", "off"], ["--spec", "default"], ["--spec-method", "ngram", "--spec-tokens", "3"]]
+# Drafts whatever it costs: the default policy decides by the time steps take.
+DRAFTING = ["--spec-method", "ngram", "--spec-tokens", "3", "--spec-policy", "static"]
+SPECULATION = [["--spec", "off"], ["--spec", "default"], DRAFTING]
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def test_generate_with_a_prompt_that_does_not_fit(headway: Headway, tiny_dir: Pa
 
 
 def test_show_drafts_marks_what_was_drafted(headway: Headway, tiny_dir: Path) -> None:
-    words = ("generate", str(tiny_dir), *FAST, "--spec-method", "ngram", "-p", "abcabcabc", "--max-tokens", "60", "--ignore-eos")
+    words = ("generate", str(tiny_dir), *FAST, *DRAFTING, "-p", "abcabcabc", "--max-tokens", "60", "--ignore-eos")
     plain, _ = headway(*words)
     marked, err = headway(*words, "--show-drafts")
     assert "[+drafted and accepted]" in err
@@ -177,7 +179,7 @@ def test_throughput_writes_the_same_tokens_however_they_are_computed(headway: He
 
 def test_throughput_document(headway: Headway, tiny_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    speculation = ("--spec-method", "ngram", "--spec-policy", "static")
+    speculation = tuple(DRAFTING)
     words = ("bench", "throughput", str(tiny_dir), *FAST, *LOAD, *speculation, "--seed", "3", "--output", str(file))
     out, _ = headway(*words)
     result = document(out)

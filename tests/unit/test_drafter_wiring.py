@@ -100,7 +100,7 @@ def test_each_drafter_gets_its_own_hidden_states_of_one_pass(model_dir: Path) ->
 
 
 def test_blocks_for_drafts_are_there_before_drafting_and_come_back(model_dir: Path) -> None:
-    engine = engine_with(model_dir, {"method": f"{HERE}:Low", "num_speculative_tokens": 20})
+    engine = engine_with(model_dir, {"method": f"{HERE}:Low", "num_speculative_tokens": 20, "policy": "static"})
     engine.add(Request("r", list(range(5, 40)), SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)))
     while engine.has_work():
         engine.step()
