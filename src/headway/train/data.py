@@ -83,10 +83,11 @@ def _line(text: Text) -> str:
 def write_texts(
     engine: Engine, file: TextFile, prompts: Iterator[list[int]] | None, *, max_tokens: int, seed: int, deadline: float,
     num_tokens: int | None, num_texts: int | None = None, aside: bool = False, advance: Advance = lambda _: None,
-    stopped: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] = lambda: False, keep: Callable[[Text], None] = lambda _: None,
 ) -> None:
     """Answers `prompts` (None: prompts of its own) until the tokens, the texts, the prompts or the time (`time.monotonic`; not before
-    there is a text) run out, or `stopped()`. With `aside`, texts to be set aside: greedy answers to what is asked nowhere else.
+    there is a text) run out, or `stopped()`. With `aside`, texts to be set aside: greedy answers to what is asked nowhere else. `keep`
+    is called with each text that was added to the file.
 
     Deterministic for a seed, but for which texts are finished when the time is up.
     """
@@ -131,7 +132,8 @@ def write_texts(
                 continue
             del in_flight[delta.request_id]
             if answer and delta.finish_reason in ("stop", "length") and len(written) > 1 and not done():
-                file.add(Text(prompt + written, len(prompt)))
+                file.add(text := Text(prompt + written, len(prompt)))
+                keep(text)
                 advance(len(written))
             elif turns is not None and not answer and delta.finish_reason == "stop" and file.is_new(asked := turns.end(prompt + written)):
                 send(asked, True)

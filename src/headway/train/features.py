@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.train.data import Text
+from headway.train.feature_file import FeatureFile
 
 PASS_TOKENS = 2048
 _BLOCK = 64
@@ -74,75 +73,42 @@ def passes(texts: Sequence[Text], max_tokens: int = PASS_TOKENS) -> Iterator[lis
 
 
 class Features:
-    """`get(indices)` for any texts. Files: features.bin (hidden states, raw), normalizers.bin (float32), features.json."""
+    """`get(indices)` for any texts: those within `max_bytes` from files (feature_file.py), the others computed each time."""
 
     def __init__(self, target: Decoder, layers: Sequence[int], texts: Sequence[Text], directory: Path, max_bytes: int) -> None:
         self.target, self.layers, self.texts = target, tuple(layers), texts
-        self.width = (len(self.layers) + 1) * target.config.hidden_size
-        row_bytes = self.width * target.dtype.itemsize + 4
-        ends = np.cumsum([0, *(len(text.token_ids) for text in texts)])
-        self.offsets = ends
-        self.num_stored = int(np.searchsorted(ends * row_bytes, max_bytes, side="right")) - 1
-        self._paths = directory / "features.bin", directory / "normalizers.bin", directory / "features.json"
-        self._hidden: Tensor | None = None
-        self._normalizers: Tensor | None = None
+        self.file = FeatureFile(directory, target, layers, max_bytes)
+        self.offsets = np.cumsum([0, *(len(text.token_ids) for text in texts)])
+        self.num_stored = sum(self.file.fits(int(end)) for end in self.offsets[1:])
+        self._views: tuple[Tensor, Tensor] | None = None
 
     def store(self, advance: Callable[[int], None]) -> None:
-        """Fills the files, going on where an earlier run stopped; `advance` counts tokens."""
-        hidden_path, normalizer_path, index_path = self._paths
-        texts = self.texts[: self.num_stored]
-        rows = int(self.offsets[self.num_stored])
-        if rows == 0:
+        """Fills the files, going on where an earlier run or whoever wrote the texts stopped; `advance` counts tokens."""
+        if self.num_stored == 0:
             return
-        done = self._stored_before(index_path)
-        size = self.target.dtype.itemsize
-        whole = {hidden_path: rows * self.width * size, normalizer_path: rows * 4}
-        if not all(path.exists() and path.stat().st_size == num_bytes for path, num_bytes in whole.items()):
-            done = 0
-        mode: Any = "r+" if done else "w+"
-        hidden = np.memmap(hidden_path, np.dtype(f"uint{8 * size}"), mode, shape=(rows, self.width))
-        normalizers = np.memmap(normalizer_path, np.dtype("float32"), mode, shape=(rows,))
-        views = torch.from_numpy(hidden).view(self.target.dtype), torch.from_numpy(normalizers)
-        advance(int(self.offsets[done]))
-        for group in passes(texts[done:]):
-            first, stop = self.offsets[done + group[0]], self.offsets[done + group[-1] + 1]
-            examples = compute(self.target, self.layers, [texts[done + i] for i in group])
-            views[0][first:stop] = torch.cat([torch.cat([e.hidden, e.last], -1) for e in examples]).cpu()
-            views[1][first:stop] = torch.cat([e.log_normalizer for e in examples]).cpu()
-            advance(int(stop - first))
-            hidden.flush()
-            normalizers.flush()
-            index_path.write_text(json.dumps({"key": self._key(), "num_texts": done + group[-1] + 1}), encoding="utf-8")
-        self._hidden, self._normalizers = views
-
-    def _key(self) -> str:
-        """What the files were made from."""
-        digest = hashlib.sha256(repr((str(self.target.directory), str(self.target.dtype), self.layers)).encode())
-        for text in self.texts[: self.num_stored]:
-            digest.update(np.array([text.num_prompt, *text.token_ids], dtype=np.int64).tobytes())
-        return digest.hexdigest()
-
-    def _stored_before(self, index_path: Path) -> int:
-        try:
-            index = json.loads(index_path.read_text(encoding="utf-8"))
-            return min(int(index["num_texts"]), self.num_stored) if index["key"] == self._key() else 0
-        except (OSError, ValueError, KeyError):
-            return 0
+        texts = self.texts[: self.num_stored]
+        self.file.begin(texts)
+        advance(self.file.num_rows)
+        texts = texts[self.file.num_texts :]
+        for group in passes(texts):
+            for index, example in zip(group, compute(self.target, self.layers, [texts[i] for i in group]), strict=True):
+                self.file.append(texts[index], torch.cat([example.hidden, example.last], -1), example.log_normalizer)
+                advance(len(example.token_ids))
+        self._views = self.file.read()
 
     def get(self, indices: Sequence[int]) -> list[Example]:
         found: dict[int, Example] = {}
-        missing = [i for i in indices if i >= self.num_stored or self._hidden is None]
+        missing = [i for i in indices if i >= self.num_stored or self._views is None]
         for group in passes([self.texts[i] for i in missing]):
             group = [missing[i] for i in group]
             found.update(zip(group, compute(self.target, self.layers, [self.texts[i] for i in group]), strict=True))
         return [found[i] if i in found else self._stored(i) for i in indices]
 
     def _stored(self, index: int) -> Example:
-        assert self._hidden is not None
-        assert self._normalizers is not None
+        assert self._views is not None
         rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         text, device = self.texts[index], self.target.device
-        split = self.width - self.target.config.hidden_size
-        both = self._hidden[rows].to(device)
+        states, normalizers = (view[rows].to(device) for view in self._views)
+        split = self.file.width - self.target.config.hidden_size
         token_ids = torch.tensor(text.token_ids, device=device)
-        return Example(token_ids, both[:, :split], both[:, split:], self._normalizers[rows].to(device), text.num_prompt)
+        return Example(token_ids, states[:, :split], states[:, split:], normalizers, text.num_prompt)

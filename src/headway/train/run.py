@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from headway.train.batches import collate
 from headway.train.data import Text, TextFile, read_texts
 from headway.train.eagle3 import HeadShape
 from headway.train.export import draft_vocabulary, write_speculator
+from headway.train.feature_file import FeatureFile
 from headway.train.features import Features
 from headway.train.initial import check_init, new_head
+from headway.train.keeping import kept_states
 from headway.train.live import NUM_DRAFTS, Live, accept_live
 from headway.train.loop import Trainer
 from headway.train.objective import mean_acceptance_length
@@ -26,7 +29,7 @@ from headway.train.options import TrainOptions
 from headway.train.plan import Plan, check, interruptible, open_plan
 from headway.train.screen import Screen
 
-DATA_SHARE = 0.25       # of the time, for writing texts: each is learned a few times over
+DATA_SHARE = 0.3        # of the time, for writing texts: each is learned a few times over
 END_SHARE = 0.04        # for exporting and measuring what was reached
 NUM_HELD_OUT = 24
 MAX_TEXT = 1024         # tokens of one text, prompt included
@@ -44,6 +47,7 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
     check_init(options.init)
     engine = Engine(EngineConfig(
         model=options.target, dtype=options.dtype, device=options.device, seed=options.seed, num_threads=options.num_threads,
+        enable_prefix_caching=False,   # or hidden states of shared prefixes would not be seen
     ), progress=True)  # fmt: skip
     with interruptible() as stopped, _Spent(plan, began) as spent:
         if "num_texts" not in plan.values:
@@ -101,12 +105,22 @@ def _write_texts(
         if file.is_new(text.token_ids[: text.num_prompt]):
             file.add(text)
     if prompts is not None or not ready:
-        with screen.bar("texts (answer tokens)", options.num_tokens) as advance:
+        with screen.bar("texts (answer tokens)", options.num_tokens) as advance, _keeping(engine, options, file) as keep:
             advance(file.num_tokens)
             todo = None if prompts is None else (prompt for prompt in prompts if file.is_new(prompt))
             data.write_texts(engine, file, todo, seed=options.seed, deadline=deadline, num_tokens=options.num_tokens, advance=advance,
-                             **common)  # fmt: skip
+                             keep=keep, **common)  # fmt: skip
     check(stopped)
+
+
+def _keeping(engine: Engine, options: TrainOptions, file: TextFile) -> AbstractContextManager[Callable[[Text], None]]:
+    """Keeps hidden states of the texts to come where computing them again would take longer than fetching them row by row: on a CPU."""
+    target = engine.model
+    if target.device.type != "cpu":
+        return nullcontext(lambda _: None)
+    store = FeatureFile(file.path.parent, target, HeadShape.of(target.config, 1).layers, options.cache_bytes)
+    store.begin(read_texts(file.path))
+    return kept_states(engine, file, store)
 
 
 def _held_out_prompts(prompts: list[list[int]] | None, ready: list[Text]) -> list[list[int]] | None:
