@@ -26,7 +26,7 @@ from headway.train.data import Text, TextFile, read_texts
 from headway.train.eagle3 import Eagle3Head, HeadShape
 from headway.train.export import draft_vocabulary, write_speculator
 from headway.train.features import Features, compute
-from headway.train.initial import check_init, new_head
+from headway.train.initial import average, check_init, keep_init, new_head
 from headway.train.loop import Progress, Trainer, TrainingError
 from headway.train.options import LOSSES, TrainOptions
 from tests.tiny import tiny_model_dir
@@ -317,6 +317,28 @@ def test_an_earlier_speculator_is_gone_on_from(target: Decoder, texts: list[Text
     for row, token in enumerate(ids.tolist()):
         source = before["lm_head.weight"][known[token]] if token in known else random["lm_head.weight"][row]
         assert torch.equal(after["lm_head.weight"][row], source)
+
+
+def test_what_was_gone_on_from_has_half_a_say(target: Decoder, texts: list[Text], tmp_path: Path) -> None:
+    old = make_trainer(target, texts, tmp_path / "first").head
+    write_speculator(tmp_path / "old", old, target, name="tiny", num_speculative_tokens=3, dtype=torch.float32)
+    kept = keep_init(str(tmp_path / "old"), tmp_path / "run")
+    assert kept is not None
+    (tmp_path / "old" / "model.safetensors").write_bytes(b"what was made of it")
+    assert keep_init(str(tmp_path / "old"), tmp_path / "run") == kept, "a later run begins from the same"
+    ids = torch.cat([old.target_ids[10:], torch.tensor([token for token in range(320) if token not in old.target_ids][:4])]).sort().values
+    head = new_head(HeadShape.of(target.config, len(ids)), target, ids, 7, kept)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 1.0
+    average(head, kept)
+    before, after = old.state_dict(), head.state_dict()
+    for name in before.keys() - {"lm_head.weight"}:
+        torch.testing.assert_close(after[name], before[name] + 0.5)
+    known = {token: row for row, token in enumerate(old.target_ids.tolist())}
+    fresh = new_head(HeadShape.of(target.config, len(ids)), target, ids, 7, kept).state_dict()["lm_head.weight"]
+    for row, token in enumerate(ids.tolist()):
+        torch.testing.assert_close(after["lm_head.weight"][row], fresh[row] + (0.5 if token in known else 1.0))
 
 
 def test_what_cannot_be_gone_on_from_is_named(target: Decoder, texts: list[Text], tmp_path: Path) -> None:

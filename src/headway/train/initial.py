@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from headway.errors import ConfigError
 from headway.models.decoder import Decoder
 from headway.train.eagle3 import Eagle3Head, HeadShape
 from headway.train.objective import Targets
+
+_FILE = "model.safetensors"
 
 
 def new_head(shape: HeadShape, target: Decoder, target_ids: torch.Tensor, seed: int, init: str | None = None) -> Eagle3Head:
@@ -32,12 +35,32 @@ def new_head(shape: HeadShape, target: Decoder, target_ids: torch.Tensor, seed: 
 
 def check_init(init: str | None) -> None:
     """Raises ConfigError before hours of work when there is nothing to begin from."""
-    if init is not None and not (Path(init) / "model.safetensors").is_file():
+    if init is not None and not (Path(init) / _FILE).is_file():
         raise ConfigError(f"--init {init} has no model.safetensors; accepted: a directory that `headway train eagle3` wrote")
 
 
-def _copy(head: Eagle3Head, directory: Path) -> None:
-    path = directory / "model.safetensors"
+def keep_init(init: str | None, run: Path) -> str | None:
+    """A copy of the speculator that training begins from: the one that is made may take its place."""
+    if init is None:
+        return None
+    kept = run / "init"
+    if not (kept / _FILE).exists():
+        kept.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(Path(init) / _FILE, kept / (_FILE + ".part"))
+        (kept / (_FILE + ".part")).replace(kept / _FILE)
+    return str(kept)
+
+
+@torch.no_grad()
+def average(head: Eagle3Head, init: str) -> None:
+    """The mean of what the head became and what it began as: knows the new texts nearly as well, and has not forgotten the old ones
+    (Wortsman et al., arXiv:2109.01903). Output rows that it did not begin with stay."""
+    _copy(head, Path(init), 0.5)
+
+
+def _copy(head: Eagle3Head, directory: Path, share: float = 1.0) -> None:
+    """Moves weights toward those of a speculator, all the way or by a share."""
+    path = directory / _FILE
     try:
         state = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -55,5 +78,6 @@ def _copy(head: Eagle3Head, directory: Path) -> None:
     pairs = [(row, rows[token]) for row, token in enumerate(head.target_ids.tolist()) if token in rows]
     new, old = (list(column) for column in zip(*pairs, strict=True)) if pairs else ([], [])
     for name in own.keys() - {"lm_head.weight"}:
-        own[name].copy_(state[name])
-    own["lm_head.weight"][new] = state["lm_head.weight"][old].to(own["lm_head.weight"].dtype)
+        own[name].lerp_(state[name].to(own[name]), share)
+    output = own["lm_head.weight"]
+    output[new] = torch.lerp(output[new], state["lm_head.weight"][old].to(output), share)

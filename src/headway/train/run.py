@@ -20,7 +20,7 @@ from headway.train.eagle3 import HeadShape
 from headway.train.export import draft_vocabulary, write_speculator
 from headway.train.feature_file import FeatureFile
 from headway.train.features import Features
-from headway.train.initial import check_init, new_head
+from headway.train.initial import average, check_init, keep_init, new_head
 from headway.train.keeping import kept_states
 from headway.train.live import NUM_DRAFTS, Live, accept_live
 from headway.train.loop import Trainer
@@ -29,7 +29,7 @@ from headway.train.options import TrainOptions
 from headway.train.plan import Plan, check, interruptible, open_plan
 from headway.train.screen import Screen
 
-DATA_SHARE = 0.3        # of the time, for writing texts: each is learned a few times over
+DATA_SHARE = 0.45       # of the time, for writing texts: a text that is learned more than about three times teaches no more
 END_SHARE = 0.04        # for exporting and measuring what was reached
 NUM_HELD_OUT = 24
 MAX_TEXT = 1024         # tokens of one text, prompt included
@@ -45,6 +45,7 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
     plan = open_plan(run, options)
     budget = options.minutes * 60.0
     check_init(options.init)
+    init = keep_init(options.init, run)
     engine = Engine(EngineConfig(
         model=options.target, dtype=options.dtype, device=options.device, seed=options.seed, num_threads=options.num_threads,
         enable_prefix_caching=False,   # or hidden states of shared prefixes would not be seen
@@ -62,7 +63,7 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
         features = Features(target, shape.layers, texts, run, options.cache_bytes)
         with screen.bar("hidden states (tokens)", int(features.offsets[features.num_stored])) as advance:
             features.store(advance)
-        head = new_head(shape, target, ids, options.seed, options.init)
+        head = new_head(shape, target, ids, options.seed, init)
         batches = [collate(Features(target, shape.layers, held_out, run, 0).get([i]), options.ttt_steps) for i in range(len(held_out))]
         trainer = Trainer(head, target, texts, features, batches, options, run)
         trainer.load()
@@ -74,6 +75,8 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
         with screen.steps(num_steps, run / "log.jsonl") as report:
             trainer.run(num_steps, report, deadline, stopped)
         check(stopped)
+    if init is not None:
+        average(head, init)
     rates = trainer.evaluate()
     write_speculator(out, head.eval(), target, name=options.target, num_speculative_tokens=NUM_DRAFTS)
     live = accept_live(engine, out, [text.token_ids[: text.num_prompt] for text in held_out], options, screen)
