@@ -12,7 +12,7 @@ from headway.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.train import data
 from headway.train.data import Text, TextFile, read_texts
-from headway.train.eagle3 import HeadShape
+from headway.train.eagle3 import feature_layers
 from headway.train.feature_file import FeatureFile
 from headway.train.features import Features, compute
 from headway.train.keeping import kept_states
@@ -32,7 +32,7 @@ def make_engine(model_dir: Path, **options: int) -> Engine:
 
 
 def layers_of(engine: Engine) -> tuple[int, ...]:
-    return HeadShape.of(engine.model.config, 1).layers
+    return feature_layers(engine.model.config)
 
 
 def write(engine: Engine, directory: Path, num_texts: int, limit: int = LIMIT) -> FeatureFile:

@@ -34,12 +34,16 @@ class HeadShape:
     @classmethod
     def of(cls, target: ModelConfig, draft_vocab_size: int) -> HeadShape:
         """As large as one of the target's layers; reads a low, a middle and a high one, as EAGLE-3 does."""
-        n = target.num_layers
-        layers = (1, n // 2 - 1, n - 4) if n >= 8 else tuple(sorted({0, n // 2, n - 1}))
         return cls(
             target.hidden_size, target.intermediate_size, target.num_heads, target.num_kv_heads, target.head_dim, target.rms_norm_eps,
-            layers, draft_vocab_size,
+            feature_layers(target), draft_vocab_size,
         )
+
+
+def feature_layers(target: ModelConfig) -> tuple[int, ...]:
+    """The target's layers whose outputs a head reads: a low, a middle and a high one."""
+    n = target.num_layers
+    return (1, n // 2 - 1, n - 4) if n >= 8 else tuple(sorted({0, n // 2, n - 1}))
 
 
 class Norm(nn.RMSNorm):

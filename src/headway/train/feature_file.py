@@ -22,7 +22,8 @@ class FeatureFile:
     def __init__(self, directory: Path, target: Decoder, layers: Sequence[int], max_bytes: int) -> None:
         self.width = (len(layers) + 1) * target.config.hidden_size
         self.num_texts = self.num_rows = 0
-        self._dtype, self._max_rows = target.dtype, max_bytes // (self.width * target.dtype.itemsize + 4)
+        self._dtype, self._row_bytes = target.dtype, self.width * target.dtype.itemsize
+        self._max_rows = max_bytes // (self._row_bytes + 4)
         self._states, self._normalizers, self._index = (directory / name for name in ("features.bin", "normalizers.bin", "features.txt"))
         self._key = _digest((str(target.directory), str(target.dtype), tuple(layers)))
 
@@ -34,14 +35,14 @@ class FeatureFile:
         """Keeps what is there of the first of these texts and drops everything else; `num_texts` says how many they are."""
         lines = self._index.read_text(encoding="utf-8").splitlines() if self._index.exists() else []
         sizes = [path.stat().st_size if path.exists() else 0 for path in (self._states, self._normalizers)]
-        num_rows = min(sizes[0] // (self.width * self._dtype.itemsize), sizes[1] // 4)
+        num_rows = min(sizes[0] // self._row_bytes, sizes[1] // 4)
         self.num_texts = self.num_rows = 0
         for line, text in zip(lines[1:] if lines[:1] == [self._key] else [], texts, strict=False):
             if line != _digest(text) or self.num_rows + len(text.token_ids) > num_rows:
                 break
             self.num_texts, self.num_rows = self.num_texts + 1, self.num_rows + len(text.token_ids)
         self._index.write_text("".join(f"{line}\n" for line in [self._key, *lines[1 : 1 + self.num_texts]]), encoding="utf-8")
-        for path, row_bytes in ((self._states, self.width * self._dtype.itemsize), (self._normalizers, 4)):
+        for path, row_bytes in ((self._states, self._row_bytes), (self._normalizers, 4)):
             path.touch()
             os.truncate(path, self.num_rows * row_bytes)
 

@@ -26,7 +26,7 @@ def new_head(shape: HeadShape, target: Decoder, target_ids: torch.Tensor, seed: 
     torch.manual_seed(seed)
     head = Eagle3Head(shape, target.config, target_ids.cpu())
     with torch.no_grad():
-        head.lm_head.weight.copy_(Targets.of(target, target_ids).output.float())
+        head.lm_head.weight.copy_(Targets.of(target, target_ids).output)
         head.norm.weight.copy_(target.norm.weight.float() / target.norm.weight.float().mean())
         if init is not None:
             _copy(head, Path(init))

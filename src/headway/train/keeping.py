@@ -12,7 +12,7 @@ from headway.config import SpeculativeConfig
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, Keep
 from headway.engine.engine import Engine
 from headway.train.data import Text, TextFile
-from headway.train.eagle3 import HeadShape
+from headway.train.eagle3 import feature_layers
 from headway.train.feature_file import FeatureFile
 from headway.types import Draft
 
@@ -22,7 +22,7 @@ class Keeper(Drafter):
     are not computed are not seen."""
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
-        self.hidden_layers = (*HeadShape.of(context.target, 1).layers, -1)
+        self.hidden_layers = (*feature_layers(context.target), -1)
         self._rows: dict[int, tuple[list[int], list[Tensor]]] = {}   # sequence -> (its tokens, rows of each step)
         self._ended: dict[tuple[int, ...], list[Tensor]] = {}
         self._most = 2 * context.max_num_seqs

@@ -19,7 +19,9 @@ class TrainOptions:
     data: str | None = option(
         None, "JSONL: one {\"messages\": [...]}, {\"prompt\": ...} or {\"text\": ...} a line; default: the model writes its own"
     )
-    init: str | None = option(None, "eagle3: directory of an earlier speculator to go on from, with new texts; default: from nothing")
+    init: str | None = option(
+        None, "eagle3: directory of an earlier speculator to go on from, with new texts; the result is the mean of both. Default: from nothing"
+    )
     num_tokens: int | None = option(None, "answer tokens to write at most; default: what a quarter of the time allows")
     num_steps: int | None = option(None, "optimizer steps; default: what the rest of the time allows")
     draft_vocab_size: int = option(8192, "the drafter predicts over the most frequent tokens of the data; fewer are faster")

@@ -16,7 +16,7 @@ from headway.errors import ConfigError
 from headway.train import card, data
 from headway.train.batches import collate
 from headway.train.data import Text, TextFile, read_texts
-from headway.train.eagle3 import HeadShape
+from headway.train.eagle3 import HeadShape, feature_layers
 from headway.train.export import draft_vocabulary, write_speculator
 from headway.train.feature_file import FeatureFile
 from headway.train.features import Features
@@ -121,7 +121,7 @@ def _keeping(engine: Engine, options: TrainOptions, file: TextFile) -> AbstractC
     target = engine.model
     if target.device.type != "cpu":
         return nullcontext(lambda _: None)
-    store = FeatureFile(file.path.parent, target, HeadShape.of(target.config, 1).layers, options.cache_bytes)
+    store = FeatureFile(file.path.parent, target, feature_layers(target.config), options.cache_bytes)
     store.begin(read_texts(file.path))
     return kept_states(engine, file, store)
 
