@@ -20,7 +20,7 @@ class TrainOptions:
         None, "JSONL: one {\"messages\": [...]}, {\"prompt\": ...} or {\"text\": ...} a line; default: the model writes its own"
     )
     init: str | None = option(
-        None, "eagle3: directory of an earlier speculator to go on from, with new texts; the result is the mean of both. Default: from nothing"
+        None, "eagle3: directory of an earlier speculator to go on from, with new texts; the result is their mean. Default: from nothing"
     )
     num_tokens: int | None = option(None, "answer tokens to write at most; default: what a quarter of the time allows")
     num_steps: int | None = option(None, "optimizer steps; default: what the rest of the time allows")
