@@ -22,7 +22,7 @@ class TrainOptions:
     init: str | None = option(
         None, "eagle3: directory of an earlier speculator to go on from, with new texts; the result is their mean. Default: from nothing"
     )
-    num_tokens: int | None = option(None, "answer tokens to write at most; default: what a quarter of the time allows")
+    num_tokens: int | None = option(None, "answer tokens to write at most; default: what 45 % of the time allows")
     num_steps: int | None = option(None, "optimizer steps; default: what the rest of the time allows")
     draft_vocab_size: int = option(8192, "the drafter predicts over the most frequent tokens of the data; fewer are faster")
     loss: str = option("forward_kl", "distance to the target's distribution", choices=LOSSES)
