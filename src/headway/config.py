@@ -100,7 +100,7 @@ class SpeculativeConfig:
     def parse(cls, value: str | Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
         """None or "off" -> None; "default" -> the default; a method name, a JSON text or a mapping -> the checked config.
 
-        What "default" and "auto" mean for a certain model: `drafters._automatic.spell_out`, to be asked before.
+        What "default" and "auto" mean for a certain model: `drafters.core.automatic.spell_out`, to be asked before.
 
         Raises ConfigError, naming the accepted keys.
         """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.drafters._automatic import spell_out
+from headway.drafters.core.automatic import spell_out
 from headway.engine.engine import Engine
 from headway.engine.tokenizer import Message, Tokenizer
 from headway.errors import InvalidRequestError, unknown_key

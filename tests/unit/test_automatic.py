@@ -12,8 +12,8 @@ import pytest
 
 from headway.cli.main import main
 from headway.config import SpeculativeConfig
-from headway.drafters import _automatic
-from headway.drafters._automatic import spell_out
+from headway.drafters.core import automatic
+from headway.drafters.core.automatic import spell_out
 from headway.errors import ConfigError, ModelError
 from headway.models import hub
 
@@ -25,13 +25,13 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     directory = tmp_path / "speculators" / "smollm2-135m-eagle3"
     directory.mkdir(parents=True)
     (directory / "model.safetensors").touch()
-    monkeypatch.setattr(_automatic, "FOLDERS", (tmp_path / "nowhere", tmp_path / "speculators"))
+    monkeypatch.setattr(automatic, "FOLDERS", (tmp_path / "nowhere", tmp_path / "speculators"))
     return str(directory)
 
 
 @pytest.fixture
 def nothing_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_automatic, "FOLDERS", (tmp_path / "nowhere",))
+    monkeypatch.setattr(automatic, "FOLDERS", (tmp_path / "nowhere",))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.drafters._model_chain import ChainDrafter
+from headway.drafters.core.model_chain import ChainDrafter
 from headway.drafters.drafter import Drafter, DraftRequest, Keep, keep_all
 from headway.drafters.ngram import Ngram
 from headway.engine.engine import Engine

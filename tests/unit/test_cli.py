@@ -16,7 +16,7 @@ import pytest
 
 from headway.cli import flags, generate, main, sampling, settings
 from headway.config import EngineConfig, SpeculativeConfig, option
-from headway.drafters._automatic import spell_out
+from headway.drafters.core.automatic import spell_out
 from headway.errors import ConfigError, ModelError
 from headway.server.options import ServerOptions
 from headway.types import SamplingParams

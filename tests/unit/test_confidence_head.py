@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policies.static import Static
-from headway.drafters._confidence_head import ConfidenceHead
+from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.engine.engine import Engine
 from headway.errors import ModelError
 from headway.types import Request, SamplingParams

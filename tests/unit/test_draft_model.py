@@ -16,7 +16,7 @@ from headway.cli.main import main
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policies.static import Static
 from headway.control.policy import BatchView
-from headway.drafters._chain import FEW_ROWS
+from headway.drafters.core.chain import FEW_ROWS
 from headway.drafters.draft_model import DraftModel
 from headway.drafters.drafter import DraftRequest, Keep
 from headway.engine.engine import Engine
@@ -170,7 +170,7 @@ def test_a_prefix_hit_needs_no_second_reading(target: Path, noisy: Path) -> None
 
 
 def test_a_long_history_is_read_in_pieces(target: Path, noisy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.drafters._chain.CATCH_UP_ROWS", 24)
+    monkeypatch.setattr("headway.drafters.core.chain.CATCH_UP_ROWS", 24)
     engine = with_draft(target, noisy)
     witness = Witness(engine)
     write(engine, [request(i, num_prompt=60 + 20 * i, max_tokens=8) for i in range(3)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headway import plugins
-from headway.drafters._chain import Prediction, draft_chain
+from headway.drafters.core.chain import Prediction, draft_chain
 from headway.drafters.drafter import DraftRequest, keep_all
 from tests.unit.test_feature_chain import Argmax
 

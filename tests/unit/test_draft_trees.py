@@ -15,10 +15,10 @@ from headway.config import SpeculativeConfig
 from headway.control.candidate import Candidate, judged_nodes
 from headway.control.costs import CostModel
 from headway.control.policy import DrafterView, DraftView
-from headway.drafters._chain import Prediction
-from headway.drafters._eagle_network import load_eagle
-from headway.drafters._feature_network import FeatureNetwork
-from headway.drafters._tree import Level, TreeOptions, draft_trees
+from headway.drafters.core.chain import Prediction
+from headway.drafters.core.eagle_network import load_eagle
+from headway.drafters.core.feature_network import FeatureNetwork
+from headway.drafters.core.tree import Level, TreeOptions, draft_trees
 from headway.drafters.drafter import Committed, DraftRequest, keep_all
 from headway.drafters.eagle import Eagle
 from headway.drafters.medusa import Medusa

@@ -191,7 +191,7 @@ def test_parsing_a_config_does_not_import_torch() -> None:
 
 
 def test_the_overhead_benchmark_ends_in_one_json_document() -> None:
-    script = Path(__file__).parents[2] / "benchmarks" / "drafter_overhead.py"
+    script = Path(__file__).parents[2] / "studies" / "drafter_overhead.py"
     small = ["--requests", "2", "--context", "150", "--steps", "3"]
     printed = subprocess.run([sys.executable, script, *small], check=True, capture_output=True, text=True).stdout
     document = json.loads(printed.splitlines()[-1])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headway.drafters._eagle_network import load_eagle
-from headway.drafters._feature_network import FeatureNetwork
+from headway.drafters.core.eagle_network import load_eagle
+from headway.drafters.core.feature_network import FeatureNetwork
 from headway.errors import ModelError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from headway.control.policy import Policy
-from headway.drafters._eagle_network import load_eagle
-from headway.drafters._feature_chain import FeatureChain
-from headway.drafters._feature_network import FeatureNetwork
-from headway.drafters._mtp_network import MTPFile
+from headway.drafters.core.eagle_network import load_eagle
+from headway.drafters.core.feature_chain import FeatureChain
+from headway.drafters.core.feature_network import FeatureNetwork
+from headway.drafters.core.mtp_network import MTPFile
 from headway.drafters.drafter import Committed, DraftRequest
 from headway.drafters.eagle import Eagle
 from headway.models.attention import KVCache

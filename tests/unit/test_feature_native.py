@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from headway import native
-from headway.drafters._eagle_network import load_eagle
-from headway.drafters._feature_network import FeatureNetwork
-from headway.drafters._mtp_network import MTPFile
+from headway.drafters.core.eagle_network import load_eagle
+from headway.drafters.core.feature_network import FeatureNetwork
+from headway.drafters.core.mtp_network import MTPFile
 from headway.models.attention import KVCache
 from headway.models.attention_native import make_plan
 from headway.models.decoder import Decoder

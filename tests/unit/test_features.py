@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headway.drafters._features import FeatureStore, FeatureTrack
+from headway.drafters.core.features import FeatureStore, FeatureTrack
 
 TOKENS = list(range(100, 200))
 

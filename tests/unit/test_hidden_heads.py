@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from headway.drafters._hidden_heads import HiddenHeads
+from headway.drafters.core.hidden_heads import HiddenHeads
 from headway.drafters.drafter import Committed, DraftRequest, keep_all
 from headway.drafters.medusa import Medusa, MedusaFile, MedusaNetwork
 from headway.drafters.mlp_speculator import MLPSpeculator, MLPSpeculatorFile

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.drafters._feature_network import FeatureNetwork
-from headway.drafters._mtp_network import MTPFile
+from headway.drafters.core.feature_network import FeatureNetwork
+from headway.drafters.core.mtp_network import MTPFile
 from headway.engine.engine import Engine
 from headway.errors import ModelError
 from headway.models.attention import KVCache

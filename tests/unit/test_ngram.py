@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.config import SpeculativeConfig
 from headway.control.policies.static import Static
-from headway.drafters._ngram_index import NgramIndex, acceptance
+from headway.drafters.core.ngram_index import NgramIndex, acceptance
 from headway.drafters.drafter import Committed, DraftRequest
 from headway.drafters.ngram import Ngram
 from headway.errors import ConfigError

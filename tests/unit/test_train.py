@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from headway.config import EngineConfig
-from headway.drafters._eagle_network import load_eagle
+from headway.drafters.core.eagle_network import load_eagle
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.models.attention import KVCache

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.drafters._confidence_head import ConfidenceHead
+from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.train import confidence

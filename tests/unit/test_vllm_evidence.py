@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.drafters._ngram_index import acceptance
+from headway.drafters.core.ngram_index import acceptance
 from headway.vllm.evidence import History
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 from conftest import MODEL, Server, flags_of
 
-from headway.drafters import _automatic
+from headway.drafters.core import automatic
 
 PROMPT = "<|im_start|>user\nExplain photosynthesis to a child.<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Server]) -> Server:
-    found = _automatic.shipped(MODEL)
+    found = automatic.shipped(MODEL)
     if found is None:
         pytest.skip("no speculator is shipped here")
     return serve(*flags_of({"method": "eagle3", "model": found[1], "num_speculative_tokens": 3}, scheduler=False))

@@ -23,7 +23,7 @@ from typing import Any
 from headway import plugins
 from headway.cli.flags import add_fields, positive_int
 from headway.config import POLICY_KEYS, EngineConfig, SpeculativeConfig
-from headway.drafters._automatic import spell_out
+from headway.drafters.core.automatic import spell_out
 from headway.errors import ConfigError
 
 SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens", "spec_policy": "policy"}

@@ -1,8 +1,8 @@
 """A smaller model of the same vocabulary drafts, token by token.
 
 Any model the engine could serve as a target can draft for a larger one whose tokenizer maps the same ids to the same tokens. It keeps K/V
-of its own for the text, laid out beside the target's (`_draft_cache.py`), and is run only when asked: after a pause it
-reads what was written meanwhile in one pass. How its tokens are chosen: `_chain.py`.
+of its own for the text, laid out beside the target's (`core/draft_cache.py`), and is run only when asked: after a pause it
+reads what was written meanwhile in one pass. How its tokens are chosen: `core/chain.py`.
 
 Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
 """
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import SampleOptions
-from headway.drafters._confidence_head import ConfidenceHead
-from headway.drafters._draft_cache import DraftCache
-from headway.drafters._model_chain import ChainDrafter
-from headway.drafters._vocabulary import check_same_vocabulary
+from headway.drafters.core.chain import SampleOptions
+from headway.drafters.core.confidence_head import ConfidenceHead
+from headway.drafters.core.draft_cache import DraftCache
+from headway.drafters.core.model_chain import ChainDrafter
+from headway.drafters.core.vocabulary import check_same_vocabulary
 from headway.drafters.drafter import DrafterContext, DrafterMemory, DraftRequest, Target
 from headway.models import hub
 from headway.models.attention import KVCache

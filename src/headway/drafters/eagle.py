@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.drafters._eagle_network import EagleFile
-from headway.drafters._feature_chain import FeatureChain
+from headway.drafters.core.eagle_network import EagleFile
+from headway.drafters.core.feature_chain import FeatureChain
 from headway.models.config import ModelConfig
 
 

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import SampleOptions
-from headway.drafters._model_chain import ChainDrafter
+from headway.drafters.core.chain import SampleOptions
+from headway.drafters.core.model_chain import ChainDrafter
 from headway.drafters.drafter import Committed, DrafterContext, DrafterMemory, DraftRequest, Keep, Target
 from headway.errors import ConfigError
 from headway.models.attention import Row as Span

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.drafters._checkpoint import Checkpoint
-from headway.drafters._hidden_heads import HiddenHeads
+from headway.drafters.core.checkpoint import Checkpoint
+from headway.drafters.core.hidden_heads import HiddenHeads
 from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.drafters._feature_chain import FeatureChain
-from headway.drafters._mtp_network import MTPFile
+from headway.drafters.core.feature_chain import FeatureChain
+from headway.drafters.core.mtp_network import MTPFile
 from headway.models.config import ModelConfig
 
 

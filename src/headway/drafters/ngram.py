@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.config import option
-from headway.drafters._ngram_index import NgramIndex, acceptance
+from headway.drafters.core.ngram_index import NgramIndex, acceptance
 from headway.drafters.drafter import Drafter, DraftRequest, Keep, apply_keep
 from headway.errors import ConfigError
 from headway.types import Draft

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from headway.config import option
-from headway.drafters._ngram_index import OWN_ESCAPE, SEPARATOR, NgramIndex, acceptance
+from headway.drafters.core.ngram_index import OWN_ESCAPE, SEPARATOR, NgramIndex, acceptance
 from headway.drafters.drafter import Committed, Drafter, DraftRequest, Keep, apply_keep
 from headway.errors import ConfigError
 from headway.types import Draft

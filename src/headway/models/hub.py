@@ -31,7 +31,7 @@ CONVERSION = 1
 
 FILE_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")
 MODEL_WEIGHTS = ("*.safetensors",)
-SPECULATOR_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")   # drafters/_checkpoint.py reads them as plain tensors
+SPECULATOR_WEIGHTS = ("*.safetensors", "*.bin", "*.pt")   # drafters/core/checkpoint.py reads them as plain tensors
 HUB_TIMEOUT_S = 5.0
 
 

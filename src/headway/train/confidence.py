@@ -1,4 +1,4 @@
-"""`headway train confidence_head`: an acceptance head (drafters/_confidence_head.py) for a drafter, from real verification.
+"""`headway train confidence_head`: an acceptance head (drafters/core/confidence_head.py) for a drafter, from real verification.
 
 The drafter drafts while the target answers, as it will when it serves. At each drafted position the head is to say, from the state before
 the token is chosen, how likely the target accepts it. What it learns is that probability: whether the target says the likeliest token,
@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.drafters._confidence_head import ACCEPTED, REFUSED
+from headway.drafters.core.confidence_head import ACCEPTED, REFUSED
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.models import hub

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head that can be trained: the network of drafters/_eagle_network.py with gradients, and its training-time test.
+"""An EAGLE-3 head that can be trained: the network of drafters/core/eagle_network.py with gradients, and its training-time test.
 
 Parameters carry the published names, so `state_dict` is what is exported. Embedding and targets are the target's and stay fixed. Of
 the published variants this is the one with `fc_norm` and `norm_before_residual`: whatever enters is normed, so nothing drifts from

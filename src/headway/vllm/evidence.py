@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
-from headway.drafters._ngram_index import acceptance
+from headway.drafters.core.ngram_index import acceptance
 from headway.drafters.ngram import MEASURED_MATCH
 
 _LOOKED_UP = (4, 3, 2, 1)   # tokens before the copy that must match, tried in this order

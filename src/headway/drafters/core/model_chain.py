@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.drafters._chain import catch_up
-from headway.drafters._confidence_head import ConfidenceHead
+from headway.drafters.core.chain import catch_up
+from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.drafters.drafter import Committed, Drafter, DraftRequest, Keep, Target, keep_all
 from headway.models.attention import KVCache
 from headway.models.attention import Row as Span

@@ -1,6 +1,6 @@
 """What drafting costs on the CPU: propose + commit for N requests of L tokens, and the share of a step that is. No model needed.
 
-    python benchmarks/drafter_overhead.py [--requests 64] [--context 2000] [--step-ms 150]
+    python studies/drafter_overhead.py [--requests 64] [--context 2000] [--step-ms 150]
 
 The texts are standard-library sources, split into words and hashed to token ids. `edit` writes the source in the prompt again with
 one token in 20 changed (long matches, long drafts), `write` goes on with the source. What is accepted of a draft is what

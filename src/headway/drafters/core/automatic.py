@@ -27,7 +27,7 @@ SHIPPED = {"smollm2-135m": ("eagle", "smollm2-135m-eagle3")}
 """Model -> (drafter, directory in speculators/)."""
 
 # In the package, or beside the sources of a checkout.
-FOLDERS = tuple(Path(__file__).parents[up] / "speculators" for up in (1, 3))
+FOLDERS = tuple(Path(__file__).parents[up] / "speculators" for up in (2, 4))
 
 PUBLISHED = {
     "Qwen/Qwen3-8B": ("eagle", "RedHatAI/Qwen3-8B-speculator.eagle3"),

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import Prediction, SampleOptions
+from headway.drafters.core.chain import Prediction, SampleOptions
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
 from headway.errors import ConfigError
 from headway.models.attention import MAX_NODES

@@ -1,7 +1,7 @@
 """Headway beside vLLM on this machine: all serve the same directory, and the same load is put on them in turns.
 
-    python benchmarks/against_vllm.py --vllm VENV/bin/vllm --output results/vllm.json
-    python benchmarks/against_vllm.py --vllm VENV/bin/vllm --configurations headway:off vllm:off \
+    python studies/against_vllm.py --vllm VENV/bin/vllm --output results/vllm.json
+    python studies/against_vllm.py --vllm VENV/bin/vllm --configurations headway:off vllm:off \
         --prompt-tokens 1500 --cells 1 4 --output-len 32 --output results/vllm-long-prompts.json
 
 A configuration is ENGINE:SPECULATION. Speculation: off; default (Headway's own); ngram-kN; table, a prudent one that anybody could write

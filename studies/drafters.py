@@ -1,11 +1,11 @@
 """What each drafter is worth: acceptance by position, what a draft pass costs, speed-up against no speculation, memory.
 
-    python benchmarks/drafters.py table      [--minutes 15] [--output results/drafters.json]
-    python benchmarks/drafters.py sampling   acceptance at temperature 1: drawn drafts against the likeliest tokens
-    python benchmarks/drafters.py acceptance what is accepted by position, greedy
-    python benchmarks/drafters.py layer_skip DEL's choice against fixed exits and lengths
-    python benchmarks/drafters.py confidence stopping by confidence against fixed k, draft_model (--model TARGET --draft MODEL)
-    python benchmarks/drafters.py show FILE  the Markdown tables of a results file
+    python studies/drafters.py table      [--minutes 15] [--output results/drafters.json]
+    python studies/drafters.py sampling   acceptance at temperature 1: drawn drafts against the likeliest tokens
+    python studies/drafters.py acceptance what is accepted by position, greedy
+    python studies/drafters.py layer_skip DEL's choice against fixed exits and lengths
+    python studies/drafters.py confidence stopping by confidence against fixed k, draft_model (--model TARGET --draft MODEL)
+    python studies/drafters.py show FILE  the Markdown tables of a results file
 
 A sweep (`headway bench sweep`) with configurations of its own: one engine each around one loaded target, which answer the same prompts in
 turns; ratios are of totals over rounds, in brackets the least and the greatest within one. With --model TARGET --draft MODEL, `draft_model`
@@ -36,7 +36,7 @@ from headway.engine.engine import Engine
 
 Config = dict[str, Any] | None
 EXITS, LENGTHS = (15, 22, 28), (1, 2, 4)
-CODE = "jsonl:benchmarks/code.jsonl"
+CODE = "jsonl:studies/code.jsonl"
 COUNTING = ("sampling", "acceptance")
 MODES = ("table", *COUNTING, "layer_skip", "confidence")
 COUNTS = ("acceptance_by_position", "judged_by_position", "tokens_per_drafted_step", "drafts_per_step")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._confidence_head import ConfidenceHead
+from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
 from headway.types import Draft
 

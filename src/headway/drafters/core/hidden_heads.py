@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from headway.drafters._chain import Prediction, draft_chain
-from headway.drafters._checkpoint import Checkpoint
-from headway.drafters._tree import Level, TreeOptions, draft_trees
+from headway.drafters.core.chain import Prediction, draft_chain
+from headway.drafters.core.checkpoint import Checkpoint
+from headway.drafters.core.tree import Level, TreeOptions, draft_trees
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
 from headway.models import hub
 from headway.models.config import ModelConfig

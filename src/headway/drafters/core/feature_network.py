@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway import native
-from headway.drafters._chain import Prediction
-from headway.drafters._checkpoint import Checkpoint
-from headway.drafters._feature_native import NativePass
-from headway.drafters._features import Hidden
+from headway.drafters.core.chain import Prediction
+from headway.drafters.core.checkpoint import Checkpoint
+from headway.drafters.core.feature_native import NativePass
+from headway.drafters.core.features import Hidden
 from headway.errors import ModelError
 from headway.models.attention import AttentionPlan, KVCache
 from headway.models.attention_native import NativePlan

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters._chain import Prediction, catch_up, draft_chain, num_unasked
-from headway.drafters._confidence_head import ConfidenceHead
-from headway.drafters._feature_network import FeatureFile, FeatureNetwork, bytes_per_weight
-from headway.drafters._features import FeatureStore, FeatureTrack, Hidden
-from headway.drafters._tree import Level, TreeOptions, draft_trees
+from headway.drafters.core.chain import Prediction, catch_up, draft_chain, num_unasked
+from headway.drafters.core.confidence_head import ConfidenceHead
+from headway.drafters.core.feature_network import FeatureFile, FeatureNetwork, bytes_per_weight
+from headway.drafters.core.features import FeatureStore, FeatureTrack, Hidden
+from headway.drafters.core.tree import Level, TreeOptions, draft_trees
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
 from headway.errors import ConfigError
 from headway.models import hub

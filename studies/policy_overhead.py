@@ -1,6 +1,6 @@
 """What deciding costs: microseconds per step of each hook of a policy, by batch size. No model, no engine: a computed world.
 
-    python benchmarks/policy_overhead.py [--policies goodput,smartspec] [--requests 1,4,8,16,64] [--output FILE]
+    python studies/policy_overhead.py [--policies goodput,smartspec] [--requests 1,4,8,16,64] [--output FILE]
 
 Requests decode for ever; costs and acceptance are those of tests/closed_loop.py. `edit` is text that nearly always can be drafted, `chat`
 text that rarely can, `half` one of each in turn. Times are CPU time of the one thread, the mean over all steps but the first ones (what

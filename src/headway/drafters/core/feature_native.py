@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from headway import native
-from headway.drafters._chain import Prediction
-from headway.drafters._features import Hidden
+from headway.drafters.core.chain import Prediction
+from headway.drafters.core.features import Hidden
 from headway.models.attention import KVCache
 from headway.models.attention_native import NativePlan
 from headway.models.layers import RMSNorm
@@ -20,7 +20,7 @@ from headway.models.stack_native import NativeStack
 from headway.native.ops import PackedLinear
 
 if TYPE_CHECKING:
-    from headway.drafters._feature_network import FeatureNetwork
+    from headway.drafters.core.feature_network import FeatureNetwork
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 

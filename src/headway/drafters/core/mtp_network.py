@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from headway.drafters._checkpoint import Checkpoint, decoder_shape
-from headway.drafters._feature_network import Builder, FeatureFile, FeatureNetwork, Wiring
+from headway.drafters.core.checkpoint import Checkpoint, decoder_shape
+from headway.drafters.core.feature_network import Builder, FeatureFile, FeatureNetwork, Wiring
 from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
