@@ -1,6 +1,6 @@
 """One request at a time beside llama.cpp: bf16 and int8, plain and with a drafter, against the Q4_1 file it was made from.
 
-    python studies/against_llamacpp.py --python VENV/bin/python --gguf SmolLM2-135M-Instruct.Q4_1.gguf --output results/llamacpp.json
+    python studies/against_llamacpp.py --python VENV/bin/python --gguf SmolLM2-135M-Instruct.Q4_1.gguf --output FILE.json
 
 VENV has llama-cpp-python. Every process runs the same `code-edit` prompts, greedy, in turns; milliseconds per token after the first.
 Prints the median ratio of each way to decode over llama.cpp's plain decoding, prompt by prompt. The last line is one JSON document.

@@ -1,8 +1,8 @@
 """Headway beside vLLM on this machine: all serve the same directory, and the same load is put on them in turns.
 
-    python studies/against_vllm.py --vllm VENV/bin/vllm --output results/vllm.json
+    python studies/against_vllm.py --vllm VENV/bin/vllm --output results/against-vllm/MACHINE.json
     python studies/against_vllm.py --vllm VENV/bin/vllm --configurations headway:off vllm:off \
-        --prompt-tokens 1500 --cells 1 4 --output-len 32 --output results/vllm-long-prompts.json
+        --prompt-tokens 1500 --cells 1 4 --output-len 32 --output results/against-vllm-long-prompts/MACHINE.json
 
 A configuration is ENGINE:SPECULATION. Speculation: off; default (Headway's own); ngram-kN; table, a prudent one that anybody could write
 (ngram, 8 drafts up to 4 requests, 4 up to 16, none beyond). vLLM as it comes leaves a core to its scheduler; with `+all` behind the

@@ -1,6 +1,6 @@
 """What the policy believes, against what happens: step times, acceptance, and how soon it sees that the machine became slower.
 
-    python studies/beliefs.py [--workloads chat code-edit mixed] [--concurrencies 1 8 32] [--slowdowns 3] [--output results/beliefs.json]
+    python studies/beliefs.py [--workloads chat code-edit mixed] [--concurrencies 1 8 32] [--slowdowns 3] [--output FILE.json]
 
 step_error    median of |predicted / measured - 1| over steps, each predicted before it was learned from; the first ones are left out
 calibration   expected calibration error over ten bins: P(the draft is accepted up to here) of every verified draft token, as the policy

@@ -1,6 +1,6 @@
 """What a draft token costs against a step of the target, by requests in flight and drafts per step.
 
-    python studies/draft_step.py [--method eagle] [--draft DIR] [--output results/draft-step.json]
+    python studies/draft_step.py [--method eagle] [--draft DIR] [--output FILE.json]
 
 Inside the engine, all included: a draft token is the whole of drafting in one step (reading what was committed since, every pass, choosing
 tokens, asking the policy, keeping hidden states) divided by the drafts it made for each request. A step of the target is a step without

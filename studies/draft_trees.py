@@ -1,6 +1,6 @@
 """Trees of drafts against chains, at the same number of verified draft tokens: tokens per step, and what a step costs.
 
-    python studies/draft_trees.py [--method eagle] [--draft DIR] [--budgets 4 8 16] [--temperature 0] [--output results/draft-trees.json]
+    python studies/draft_trees.py [--method eagle] [--draft DIR] [--budgets 4 8 16] [--temperature 0] [--output FILE.json]
 
 One request at a time, the same prompts for every configuration, in turns. A chain of `budget` tokens is compared with trees of as many
 (`num_draft_tokens`) whose levels continue `topk` tokens each; a tree is at most as deep as the chain, and at most --depth levels. Every

@@ -1,6 +1,6 @@
 """What each drafter is worth: acceptance by position, what a draft pass costs, speed-up against no speculation, memory.
 
-    python studies/drafters.py table      [--minutes 15] [--output results/drafters.json]
+    python studies/drafters.py table      [--minutes 15] [--output FILE.json]
     python studies/drafters.py sampling   acceptance at temperature 1: drawn drafts against the likeliest tokens
     python studies/drafters.py acceptance what is accepted by position, greedy
     python studies/drafters.py layer_skip DEL's choice against fixed exits and lengths
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--kv-cache-bytes", type=int, help="of each configuration; default: from free memory")
-    parser.add_argument("--output", type=Path, help="default: results/drafters-MODE.json")
+    parser.add_argument("--output", type=Path, help="default: drafters-MODE.json")
     args = parser.parse_args()
     if args.mode == "show":
         if args.file is None:
@@ -224,7 +224,7 @@ def main() -> None:
         return
     if args.mode == "confidence" and not args.draft:
         parser.error("confidence needs --draft")
-    for name, value in {"temperature": 0.0, "output": Path(f"results/drafters-{args.mode}.json"), **DEFAULTS[args.mode]}.items():
+    for name, value in {"temperature": 0.0, "output": Path(f"drafters-{args.mode}.json"), **DEFAULTS[args.mode]}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     print("\n".join(show(measure(args))))

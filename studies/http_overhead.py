@@ -1,6 +1,6 @@
 """What HTTP costs: the same prompts written by an engine in process and by a server that streams to a client on this machine, in turns.
 
-    python studies/http_overhead.py [--concurrency 1 4 16 32] [--repeats 3] [--output results/http-overhead.json]
+    python studies/http_overhead.py [--concurrency 1 4 16 32] [--repeats 3] [--output FILE.json]
 
 Two processes load the model once each; the one that is not measured waits. Every pair of runs has prompts of its own. The client is that of
 `headway bench serve`. It runs beside the server, on the engine's cores, so its CPU time is shown next to that of the server's event loop:

@@ -1,6 +1,6 @@
 """What int8 weights gain and cost: the matrix products of a step by number of rows, and how well the model still predicts.
 
-    python studies/int8.py [--model smollm2-135m] [--rounds 20] [--output results/int8.json]
+    python studies/int8.py [--model smollm2-135m] [--rounds 20] [--output results/int8/MACHINE.json]
 
 Products: all of a pass in turn, bf16 and int8 interleaved, medians in milliseconds. Prediction: perplexity, share of equal likeliest
 tokens and KL divergence to float32, on sources and prose of Python's own library. The last line is one JSON document.

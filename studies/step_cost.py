@@ -1,6 +1,6 @@
 """What a step of the target costs, by requests and tokens each, and where its time goes: with the compiled kernels and without.
 
-    python studies/step_cost.py [--model smollm2-135m] [--dtype bfloat16] [--context 640] [--rounds 3] [--output results/step-cost.json]
+    python studies/step_cost.py [--model smollm2-135m] [--dtype bfloat16] [--context 640] [--rounds 3] [--output FILE.json]
 
 A step is one forward pass, the logits of every row and their argmax. `1 + 4 drafts` verifies four drafts a request. Each round starts one
 process per path (HEADWAY_NATIVE=1, 0), which times every shape; figures are medians over rounds of each process's median.

@@ -1,7 +1,7 @@
 """What a tuned schedule is worth in vLLM itself: vLLM with the table `headway tune` wrote, beside vLLM without it, the same load in turns.
 
     headway tune smollm2-135m --workload code-edit --concurrencies 1,4,16 --drafter ngram --output tuned
-    python studies/tuned_vllm.py --vllm VENV/bin/vllm --tuned tuned/vllm.json --output results/tuned-vllm.json
+    python studies/tuned_vllm.py --vllm VENV/bin/vllm --tuned tuned/vllm.json --output results/tuned-vllm/MACHINE.json
 
 `tuned` is the file as it is; `untuned` is the same drafter with one k at every load, as vLLM's documentation shows it; `--off` adds vLLM
 without speculation. Each server runs in a session of its own; those that are not being measured are stopped (SIGSTOP), since an idle

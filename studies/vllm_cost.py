@@ -1,6 +1,6 @@
 """What Headway's own hooks cost inside vLLM: their share of a step in which so many requests decode.
 
-    python studies/vllm_cost.py --vllm VENV/bin/vllm --output results/vllm-cost.json
+    python studies/vllm_cost.py --vllm VENV/bin/vllm --output results/vllm-cost/MACHINE.json
 
 vLLM (a process per drafter, started here) decodes --requests prompts of each workload together. Of each step in which all of them write and
 no prompt is computed: the time in all hooks of the plugin (behind `headway:plugin_seconds_total`), the policy's part of it, what the

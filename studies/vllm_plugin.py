@@ -1,7 +1,7 @@
 """Headway's scheduler and proposer inside vLLM, against vLLM alone: real `vllm serve` servers, `vllm bench serve` as the load.
 
-    python studies/vllm_plugin.py --vllm VENV/bin/vllm --output results/vllm-plugin-float32.json --time-budget SECONDS
-    python studies/vllm_plugin.py --report --output results/vllm-plugin-float32.json
+    python studies/vllm_plugin.py --vllm VENV/bin/vllm --output results/vllm-plugin/MACHINE.json --time-budget SECONDS
+    python studies/vllm_plugin.py --report --output results/vllm-plugin/MACHINE.json
 
 One server per configuration; all but the one that is measured are stopped (SIGSTOP), since an idle vLLM polls. A cell is a workload and a
 number of requests at a time, the last one a load that changes from code-edit to chat and back (--drift). In one round of a cell every

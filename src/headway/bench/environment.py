@@ -1,4 +1,4 @@
-"""Where a number came from: commit, versions, hardware."""
+"""Where a number came from: date, commit, versions, hardware."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ CPU_FLAGS = (
 
 
 def describe() -> dict[str, Any]:
-    return {"commit": commit(), "versions": versions(), "hardware": hardware()}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"date": now, "commit": commit(), "versions": versions(), "hardware": hardware()}
 
 
 def commit() -> dict[str, Any] | None:

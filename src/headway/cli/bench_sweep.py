@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", default="results/sweep.json", metavar="FILE.json", help=text)
     parser.add_argument("--report-only", action="store_true", help="write the report of what --output holds, measure nothing")
+    parser.add_argument("--picture", metavar="FILE.png", help="throughput against no speculation over load, by itself (needs matplotlib)")
     add_engine_arguments(parser, skip=("seed", "trace"), speculation=False)
 
 
@@ -39,7 +40,10 @@ def main(args: argparse.Namespace) -> int:
 
     output = report.check_output(args.output)
     assert output is not None
-    return _report_only(output) if args.report_only else _sweep(args, options, output)
+    code = _report_only(output) if args.report_only else _sweep(args, options, output)
+    if args.picture:
+        _draw(output, Path(args.picture))
+    return code
 
 
 def _sweep(args: argparse.Namespace, options: SweepOptions, output: Path) -> int:
@@ -86,9 +90,18 @@ def _report_only(output: Path) -> int:
     return _finish(document, output)
 
 
+def _draw(output: Path, picture: Path) -> None:
+    from headway.bench import pictures
+    from headway.bench.sweep_analysis import Analysis
+
+    analysis = Analysis(json.loads(output.read_text(encoding="utf-8")))
+    if not pictures.write_speedup(analysis, picture):
+        raise ConfigError("--picture needs matplotlib (pip install headway[plots]) and cells at several loads with `off` beside them")
+
+
 def _finish(document: dict[str, Any], output: Path) -> int:
     """Analysis, report and last line; exit code 1 when a run was invalid."""
-    from headway.bench import png, report
+    from headway.bench import pictures, report
     from headway.bench.sweep_analysis import Analysis
     from headway.bench.sweep_report import html
 
@@ -102,7 +115,7 @@ def _finish(document: dict[str, Any], output: Path) -> int:
         needs = f", which need about {item['needs_s']:.0f} s" if item["needs_s"] else ""
         print(f"left out for time: {item['cell']}: {item['num_rounds']} rounds{needs}", file=sys.stderr)
     picture = output.with_suffix(".png")
-    drawn = png.write(analysis, picture)
+    drawn = pictures.write_curves(analysis, picture)
     print(f"report: {page}{f' and {picture}' if drawn else ''}", file=sys.stderr)
     code = report.finish({key: value for key, value in document.items() if key != "runs"}, None)
     output.write_text(json.dumps(document) + "\n", encoding="utf-8")
