@@ -23,7 +23,7 @@ import numpy as np
 from record import origin, publish
 
 from headway.bench.flow import Flow
-from headway.bench.records import LoadOptions
+from headway.bench.load import LoadOptions
 from headway.bench.workloads import Prompts
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.costs import CostModel

@@ -11,7 +11,8 @@ import torch
 
 from headway import native
 from headway.models import attention_cuda, attention_native, attention_tiles
-from headway.models.attention import KVCache, Tree
+from headway.models.attention import KVCache
+from headway.models.attention_plan import Tree
 from headway.models.attention_tiles import make_plan
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from headway.bench import environment, records, report, workloads
+from headway.bench import environment, report, workloads
 from headway.bench.arrivals import Arrivals
-from headway.bench.records import LoadOptions, Record, Run, TimeShares, hash_outputs, percentiles
+from headway.bench.load import LoadOptions
+from headway.bench.records import Record, Run, TimeShares, hash_outputs, percentiles
 from headway.bench.workloads import Prompt
 from headway.errors import ConfigError
 from headway.types import SpecDecodeMetrics
@@ -422,4 +423,4 @@ def test_peak_memory_grows_with_what_is_held() -> None:
 def test_options_have_help() -> None:
     import dataclasses
 
-    assert all(field.metadata["help"] for field in dataclasses.fields(records.LoadOptions))
+    assert all(field.metadata["help"] for field in dataclasses.fields(LoadOptions))

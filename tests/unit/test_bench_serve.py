@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from headway.bench import serve
-from headway.bench.client import RequestFailed, Target, exchange, get_json
-from headway.bench.records import LoadOptions
+from headway.bench.client import Endpoint, RequestFailed, exchange, get_json
+from headway.bench.load import LoadOptions
 from headway.bench.scrape import Growth, Scrape
 from headway.bench.serve import ServeOptions, request_body, speculation_in, time_shares
 from headway.bench.workloads import Prompt
@@ -89,7 +89,7 @@ def test_framing_is_removed_wherever_the_bytes_are_cut(framing: str, step: int) 
     async def main() -> list[Any]:
         seen: list[Any] = []
         async with scripted(handler) as url:
-            status, rest = await exchange(Target.parse(url), "POST", "/x", b"{}", lambda event, now: seen.append(json.loads(event)))
+            status, rest = await exchange(Endpoint.parse(url), "POST", "/x", b"{}", lambda event, now: seen.append(json.loads(event)))
         assert (status, rest) == (200, b"")
         return seen
 
@@ -113,7 +113,7 @@ def test_broken_responses(data: bytes, message: str) -> None:
 
     async def main() -> None:
         async with scripted(handler) as url:
-            await exchange(Target.parse(url), "GET", "/")
+            await exchange(Endpoint.parse(url), "GET", "/")
 
     with pytest.raises(RequestFailed, match=message):
         asyncio.run(main())
@@ -121,7 +121,7 @@ def test_broken_responses(data: bytes, message: str) -> None:
 
 def test_nobody_listens() -> None:
     with pytest.raises(RequestFailed, match="cannot connect"):
-        asyncio.run(exchange(Target.parse("http://127.0.0.1:9"), "GET", "/"))
+        asyncio.run(exchange(Endpoint.parse("http://127.0.0.1:9"), "GET", "/"))
 
 
 def test_a_server_that_never_answers() -> None:
@@ -130,7 +130,7 @@ def test_a_server_that_never_answers() -> None:
 
     async def main() -> None:
         async with scripted(handler) as url:
-            await exchange(Target.parse(url), "GET", "/", timeout_s=0.05)
+            await exchange(Endpoint.parse(url), "GET", "/", timeout_s=0.05)
 
     with pytest.raises(RequestFailed, match="no complete response"):
         asyncio.run(main())
@@ -146,14 +146,14 @@ def test_a_server_that_never_answers() -> None:
     ],
 )
 def test_base_urls(url: str, expected: tuple[str, int, str, bool]) -> None:
-    target = Target.parse(url)
+    target = Endpoint.parse(url)
     assert (target.host, target.port, target.path, target.tls) == expected
 
 
 @pytest.mark.parametrize("url", ["", "h:1", "ftp://h", "http://", "http://h:x", "http://h?q=1"])
 def test_bad_base_urls(url: str) -> None:
     with pytest.raises(ConfigError, match="base-url"):
-        Target.parse(url)
+        Endpoint.parse(url)
 
 
 def test_get_json_sends_the_key_and_reports_the_status() -> None:
@@ -163,7 +163,7 @@ def test_get_json_sends_the_key_and_reports_the_status() -> None:
 
     async def main(key: str | None) -> Any:
         async with scripted(handler) as url:
-            return await get_json(Target.parse(url + "/base/v1", key), "/v1/models")
+            return await get_json(Endpoint.parse(url + "/base/v1", key), "/v1/models")
 
     assert asyncio.run(main("k")) == {"path": "/base/v1/models"}
     with pytest.raises(RequestFailed, match="401: who"):

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from headway import native
-from headway.models.attention import Tree
 from headway.models.attention_native import NativePlan
+from headway.models.attention_plan import Tree
 from headway.models.layers import Layer
 from headway.models.rope import Rope
 from headway.native import ops

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from headway.bench import flow, sweep, sweep_report, sweep_run, throughput
-from headway.bench.records import LoadOptions, Record, Run
+from headway.bench.load import LoadOptions
+from headway.bench.records import Record, Run
 from headway.bench.svg import Line, heat_map, line_chart
 from headway.bench.sweep import SweepOptions
 from headway.bench.sweep_analysis import Analysis

@@ -269,10 +269,10 @@ def test_without_a_terminal_it_prints_frame_after_frame(
 
 
 def test_a_server_that_goes_away_is_waited_for(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headway.bench.client import Target
+    from headway.bench.client import Endpoint
     from headway.cli import top
 
-    watch = top._Watch(Target.parse(url), url, 0.05)
+    watch = top._Watch(Endpoint.parse(url), url, 0.05)
     monkeypatch.setattr(Answer, "status", 503)
     assert "answers 503 to /metrics" in watch.next().plain
     assert "trying again" in watch.next().plain

@@ -25,10 +25,10 @@ from headway.train.batches import collate, epoch_order
 from headway.train.data import Text, TextFile, read_texts
 from headway.train.eagle3 import Eagle3Head, HeadShape
 from headway.train.export import draft_vocabulary, write_speculator
-from headway.train.features import Features, compute
+from headway.train.hidden_states import HiddenStates, compute
 from headway.train.initial import average, check_init, keep_init, new_head
-from headway.train.loop import Progress, Trainer, TrainingError
 from headway.train.options import LOSSES, TrainOptions
+from headway.train.trainer import Progress, Trainer, TrainingError
 from tests.tiny import tiny_model_dir
 
 STEPS = 3
@@ -66,7 +66,7 @@ def make_trainer(target: Decoder, texts: list[Text], directory: Path, **changes:
     ids = draft_vocabulary(counts, options.draft_vocab_size)
     shape = HeadShape.of(target.config, len(ids))
     directory.mkdir(parents=True, exist_ok=True)
-    features = Features(target, shape.layers, texts, directory, options.cache_bytes)
+    features = HiddenStates(target, shape.layers, texts, directory, options.cache_bytes)
     features.store(lambda _: None)
     held_out = [collate(compute(target, shape.layers, texts[:3]), STEPS)]
     return Trainer(new_head(shape, target, ids, options.seed), target, texts, features, held_out, options, directory)
@@ -272,7 +272,7 @@ def test_every_text_once_an_epoch() -> None:
 
 @pytest.mark.parametrize("limit", [0, 5000, 1 << 30])
 def test_hidden_states_are_the_same_from_disk_and_computed(target: Decoder, texts: list[Text], tmp_path: Path, limit: int) -> None:
-    features = Features(target, (0, 1, 2), texts, tmp_path, limit)
+    features = HiddenStates(target, (0, 1, 2), texts, tmp_path, limit)
     features.store(lambda _: None)
     size = sum(path.stat().st_size for path in tmp_path.iterdir() if path.suffix == ".bin")
     assert size <= limit
@@ -284,14 +284,14 @@ def test_hidden_states_are_the_same_from_disk_and_computed(target: Decoder, text
 
 
 def test_hidden_states_are_not_computed_twice(target: Decoder, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Features(target, (0, 1), texts, tmp_path, 1 << 30).store(lambda _: None)
+    HiddenStates(target, (0, 1), texts, tmp_path, 1 << 30).store(lambda _: None)
     calls = []
-    monkeypatch.setattr("headway.train.features.compute", lambda *a: calls.append(a) or compute(*a))
-    again = Features(target, (0, 1), texts, tmp_path, 1 << 30)
+    monkeypatch.setattr("headway.train.hidden_states.compute", lambda *a: calls.append(a) or compute(*a))
+    again = HiddenStates(target, (0, 1), texts, tmp_path, 1 << 30)
     again.store(lambda _: None)
     again.get([1, 2])
     assert not calls
-    other = Features(target, (0, 1), texts[::-1], tmp_path, 1 << 30)
+    other = HiddenStates(target, (0, 1), texts[::-1], tmp_path, 1 << 30)
     other.store(lambda _: None)
     assert calls
 

@@ -14,12 +14,9 @@ from __future__ import annotations
 import math
 import random
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from headway.bench.records import LoadOptions
+from headway.bench.load import LoadOptions
 
-PATTERNS = ("closed", "poisson", "ramp", "rollout")
 LONG_EVERY = 8
 LONG_FACTOR = 4
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0   # its multiples, modulo 1, are spread evenly however many there are

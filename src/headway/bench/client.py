@@ -31,7 +31,7 @@ class RequestFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Endpoint:
     """A server, parsed once. `path` is what the base URL brings (without a trailing slash or /v1)."""
 
     host: str
@@ -41,7 +41,7 @@ class Target:
     api_key: str | None = None
 
     @classmethod
-    def parse(cls, base_url: str, api_key: str | None = None) -> Target:
+    def parse(cls, base_url: str, api_key: str | None = None) -> Endpoint:
         """Raises ConfigError for anything but http(s)://host[:port][/path]."""
         try:
             parts = urlsplit(base_url)
@@ -176,7 +176,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def exchange(
-    target: Target, method: str, path: str, body: bytes = b"", on_event: OnEvent | None = None, timeout_s: float = RESPONSE_TIMEOUT_S
+    target: Endpoint, method: str, path: str, body: bytes = b"", on_event: OnEvent | None = None, timeout_s: float = RESPONSE_TIMEOUT_S
 ) -> tuple[int, bytes]:
     """(status, body); with `on_event` the body of a 200 is empty and its events were handed on. Raises RequestFailed."""
     loop = asyncio.get_running_loop()
@@ -196,7 +196,7 @@ async def exchange(
         transport.close()
 
 
-async def get_json(target: Target, path: str) -> Any:
+async def get_json(target: Endpoint, path: str) -> Any:
     """Raises RequestFailed unless the answer is 200 and JSON."""
     status, body = await exchange(target, "GET", path, timeout_s=CONNECT_TIMEOUT_S)
     if status != 200:

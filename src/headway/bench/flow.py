@@ -13,7 +13,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 from headway.bench import throughput
 from headway.bench.arrivals import Arrivals
-from headway.bench.records import LoadOptions, Record, Run, hash_outputs
+from headway.bench.load import LoadOptions
+from headway.bench.records import Record, Run, hash_outputs
 from headway.engine.engine import Engine
 from headway.types import SpecDecodeMetrics
 

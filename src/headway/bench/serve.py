@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.bench.arrivals import Arrivals
-from headway.bench.client import RequestFailed, Target, excerpt, exchange, get_json
-from headway.bench.records import LoadOptions, Record, Run, TimeShares
+from headway.bench.client import Endpoint, RequestFailed, excerpt, exchange, get_json
+from headway.bench.load import LoadOptions
+from headway.bench.records import Record, Run, TimeShares
 from headway.bench.scrape import Growth, Scrape
 from headway.bench.workloads import Prompt
 from headway.config import option
@@ -38,11 +39,11 @@ class ServeOptions:
         if self.endpoint not in ENDPOINTS:
             raise ConfigError(f"endpoint must be one of {', '.join(ENDPOINTS)}, got {self.endpoint!r}")
 
-    def target(self) -> Target:
-        return Target.parse(self.base_url, self.api_key)
+    def target(self) -> Endpoint:
+        return Endpoint.parse(self.base_url, self.api_key)
 
 
-async def served_model(target: Target) -> str:
+async def served_model(target: Endpoint) -> str:
     """The first model the server lists. Raises ConfigError when it cannot be asked."""
     try:
         listed = await get_json(target, "/v1/models")
@@ -130,7 +131,7 @@ class _Answer:
         return record
 
 
-async def _one(target: Target, path: str, body: bytes, progress: Any) -> _Answer:
+async def _one(target: Endpoint, path: str, body: bytes, progress: Any) -> _Answer:
     answer = _Answer(Record(0, time.perf_counter()))
     try:
         status, text = await exchange(target, "POST", path, body, answer.on_event)
@@ -169,7 +170,7 @@ async def warm_up(prompts: Sequence[Prompt | list[int]], model: str, load: LoadO
         raise ConfigError(f"a warm-up request failed: {result.errors[0]}")
 
 
-async def _send(target: Target, path: str, bodies: Sequence[bytes], arrivals: Arrivals, progress: Any) -> list[_Answer]:
+async def _send(target: Endpoint, path: str, bodies: Sequence[bytes], arrivals: Arrivals, progress: Any) -> list[_Answer]:
     """One request per body, started when it is due; their answers in the order of the bodies."""
     ended = asyncio.Event()
     num_ended = 0
@@ -193,7 +194,7 @@ async def _send(target: Target, path: str, bodies: Sequence[bytes], arrivals: Ar
     return list(await asyncio.gather(*tasks))
 
 
-async def scrape(target: Target) -> Scrape | None:
+async def scrape(target: Endpoint) -> Scrape | None:
     """The server's counters; None where there is no /metrics."""
     try:
         status, body = await exchange(target, "GET", "/metrics", timeout_s=30.0)

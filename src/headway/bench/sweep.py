@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway import plugins
-from headway.bench.arrivals import PATTERNS
-from headway.bench.records import LoadOptions
+from headway.bench.load import PATTERNS, LoadOptions
 from headway.config import SpeculativeConfig, option
 from headway.errors import ConfigError, unknown_key
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from headway.bench import throughput
 from headway.bench.flow import Flow, in_slices
-from headway.bench.records import LoadOptions, Run, hash_outputs
+from headway.bench.load import LoadOptions
+from headway.bench.records import Run, hash_outputs
 from headway.bench.recovery import StepLog, recoveries
 from headway.bench.sweep import OFF, Cell, SweepOptions, cells, is_static
 from headway.bench.sweep_budget import Budget, Planned

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from headway.bench import workloads
 from headway.bench.arrivals import Arrivals
-from headway.bench.records import LoadOptions, Record, Run, TimeShares
+from headway.bench.load import LoadOptions
+from headway.bench.records import Record, Run, TimeShares
 from headway.engine.engine import Engine
 from headway.errors import InvalidRequestError
 from headway.types import Request, SamplingParams, SpecDecodeMetrics

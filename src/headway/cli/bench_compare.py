@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from headway.bench.records import LoadOptions
+from headway.bench.load import LoadOptions
 from headway.bench.serve import ServeOptions
 from headway.cli.bench_serve import ServerPrompt, add_tokenizer_argument, prompts_for
 from headway.cli.bench_throughput import add_load_arguments, command_line, config_json

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from headway.bench.records import LoadOptions
+from headway.bench.load import LoadOptions
 from headway.bench.serve import ServeOptions
 from headway.bench.workloads import Prompt
 from headway.cli.bench_throughput import add_load_arguments, command_line

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import shlex
 
-from headway.bench.records import LoadOptions
+from headway.bench.load import LoadOptions
 from headway.cli.flags import add_fields, read_fields
 from headway.cli.settings import Setting, add_engine_arguments, engine_config
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NoReturn
 
-from headway.bench.client import RequestFailed, Target, exchange
+from headway.bench.client import Endpoint, RequestFailed, exchange
 from headway.bench.scrape import Scrape
 from headway.errors import ConfigError
 
@@ -44,7 +44,7 @@ def _seconds(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    target = Target.parse(args.url.rstrip("/").removesuffix("/metrics"))
+    target = Endpoint.parse(args.url.rstrip("/").removesuffix("/metrics"))
     watch = _Watch(target, args.url, args.interval)
     if args.once:
         print(watch.next().plain)
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 class _Watch:
     """Looks at the server, waits, looks again. Raises ConfigError when there is nothing to see at first; later it keeps trying."""
 
-    def __init__(self, target: Target, title: str, interval: float) -> None:
+    def __init__(self, target: Endpoint, title: str, interval: float) -> None:
         self.target, self.title, self.interval = target, title, interval
         self.history: deque[float] = deque(maxlen=HISTORY)
         self.last = self._look()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway import plugins
-from headway.bench.records import LoadOptions
+from headway.bench.load import LoadOptions
 from headway.cli.bench_throughput import command_line
 from headway.cli.flags import add_fields, read_fields
 from headway.cli.settings import add_engine_arguments, engine_config

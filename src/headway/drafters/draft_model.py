@@ -24,7 +24,7 @@ from headway.drafters.core.vocabulary import check_same_vocabulary
 from headway.drafters.drafter import DrafterContext, DrafterMemory, DraftRequest, Target
 from headway.models import hub
 from headway.models.attention import KVCache
-from headway.models.attention import Row as Span
+from headway.models.attention_plan import Row as Span
 from headway.models.config import ModelConfig
 from headway.models.loader import load_model
 

@@ -30,7 +30,7 @@ from headway.drafters.core.chain import SampleOptions
 from headway.drafters.core.model_chain import ChainDrafter
 from headway.drafters.drafter import Committed, DrafterContext, DrafterMemory, DraftRequest, Keep, Target
 from headway.errors import ConfigError
-from headway.models.attention import Row as Span
+from headway.models.attention_plan import Row as Span
 from headway.types import Draft
 
 NUM_EXITS = 8

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.models.attention import KVCache, Tree
+from headway.models.attention import KVCache
+from headway.models.attention_plan import Tree
 from headway.models.decoder import Decoder
 from headway.types import Draft, Row, Verdict
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headway import native
-from headway.models.attention import MAX_NODES, AttentionPlan, KVCache, Row, Tree
+from headway.models.attention_plan import MAX_NODES, AttentionPlan, Pages, Row, Tree
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
 from headway.models.rope import Rope
@@ -151,7 +151,7 @@ def make_plan(
     return NativePlan(rows, block_size, library, trees, ahead)
 
 
-def move(cache: KVCache, sources: Sequence[int], targets: Sequence[int]) -> None:
+def move(cache: Pages, sources: Sequence[int], targets: Sequence[int]) -> None:
     """See `KVCache.move`."""
     library = native.library()
     assert library is not None

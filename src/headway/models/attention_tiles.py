@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.models import attention_cuda
-from headway.models.attention import AttentionPlan, KVCache, Row, Tree
 from headway.models.attention_cuda import Ragged
+from headway.models.attention_plan import AttentionPlan, Pages, Row, Tree
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer
 from headway.models.rope import Rope, rotate_, rotation
@@ -250,7 +250,7 @@ def _grow_trees(tile: Tile, rows: Sequence[Row], trees: Sequence[Tree | None]) -
     tile.paths = torch.from_numpy(where).to(device), torch.from_numpy(visible).to(device)
 
 
-def move(cache: KVCache, sources: Sequence[int], targets: Sequence[int]) -> None:
+def move(cache: Pages, sources: Sequence[int], targets: Sequence[int]) -> None:
     """See `KVCache.move`."""
     device = cache.layers[0].device
     source, target = (torch.tensor(slots, device=device) for slots in (sources, targets))

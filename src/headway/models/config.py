@@ -9,17 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ModelError, unknown_key
-
-
-@dataclass(frozen=True)
-class Features:
-    """Where the families differ. `windows[i]`: layer i attends to that many last positions, its own included; None: to all."""
-
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()
+from headway.models import families
+from headway.models.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -37,7 +28,7 @@ class ModelConfig:
     rope: Mapping[str, Any]
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
-    features: Features = field(default_factory=Features)
+    features: Traits = field(default_factory=Traits)
     generation: Mapping[str, Any] = field(default_factory=dict)     # generation_config.json as it is
 
     @property
@@ -57,8 +48,6 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
         """Reads config.json and generation_config.json; ModelError when they are missing, broken or not supported."""
-        from headway.models import families
-
         raw = read_json(directory / "config.json")
         model_type = raw.get("model_type")
         if model_type not in families.names():

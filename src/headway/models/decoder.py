@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.attention import AttentionPlan, KVCache
+from headway.models.attention import KVCache
 from headway.models.attention_native import NativePlan
+from headway.models.attention_plan import AttentionPlan
 from headway.models.config import ModelConfig
 from headway.models.layers import Layer, Linear, RMSNorm
 from headway.models.rope import Rope

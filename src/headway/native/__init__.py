@@ -61,7 +61,7 @@ class Library:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Chosen:
     """What runs, and why in a few words."""
 
     library: Library | None
@@ -69,22 +69,22 @@ class Choice:
 
 
 @lru_cache(maxsize=1)
-def choose() -> Choice:
+def choose() -> Chosen:
     """The library this process uses. The environment is read once."""
     if os.environ.get("HEADWAY_NATIVE") == "0":
-        return Choice(None, "HEADWAY_NATIVE=0")
+        return Chosen(None, "HEADWAY_NATIVE=0")
     supported = supported_variants()
     if not supported:
-        return Choice(None, f"no kernels for this CPU ({platform.machine()})")
+        return Chosen(None, f"no kernels for this CPU ({platform.machine()})")
     for variant in supported:
         path = library_path(variant)
         if not path.exists():
             continue
         try:
-            return Choice(Library(path, variant), f"the best of {', '.join(supported)}, which this CPU has")
+            return Chosen(Library(path, variant), f"the best of {', '.join(supported)}, which this CPU has")
         except OSError as error:
-            return Choice(None, f"{path.name} cannot be loaded: {error}")
-    return Choice(None, "not built: no C compiler at install time")
+            return Chosen(None, f"{path.name} cannot be loaded: {error}")
+    return Chosen(None, "not built: no C compiler at install time")
 
 
 def library() -> Library | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.train.features import Example
+from headway.train.hidden_states import Example
 
 MICRO_TOKENS = 1024
 """Padded positions of one forward and backward pass: bounds memory; gradients of several add up to one step."""

@@ -10,9 +10,9 @@ import torch
 
 from headway.train.data import Text
 from headway.train.live import Live
-from headway.train.loop import Trainer
 from headway.train.objective import mean_acceptance_length
 from headway.train.options import TrainOptions
+from headway.train.trainer import Trainer
 
 
 def write(

@@ -30,10 +30,10 @@ from headway.models import hub
 from headway.models.config import read_json
 from headway.train import data
 from headway.train.data import TextFile
-from headway.train.loop import TrainingError
 from headway.train.options import TrainOptions
-from headway.train.plan import check, interruptible, open_plan
+from headway.train.progress import check, interruptible, open_progress
 from headway.train.screen import Screen
+from headway.train.trainer import TrainingError
 from headway.types import Draft, Row, Verdict
 
 DATA_SHARE = 0.7        # of the time: a head of a few hundred thousand numbers learns in seconds
@@ -47,7 +47,7 @@ FILE = "confidence_head.safetensors"
 def train(options: TrainOptions, command: str, screen: Screen) -> dict[str, float]:
     """Returns what the head reaches on positions never learned. Raises as `run.train` does; the same command goes on where it stopped."""
     out, run = Path(options.out), Path(options.out) / "run"
-    plan = open_plan(run, options)
+    plan = open_progress(run, options)
     with interruptible() as stopped:
         path = run / "positions.safetensors"
         if not path.exists():

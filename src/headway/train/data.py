@@ -1,6 +1,6 @@
 """Texts to learn from: the model's own, or a file's.
 
-The model answers what users ask (turns.py), so this is text that it would itself write, which is what a drafter has to predict.
+The model answers what users ask (prompts.py), so this is text that it would itself write, which is what a drafter has to predict.
 Half-written texts are not kept; a second run goes on where the file ends.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.engine.engine import Engine
 from headway.errors import ConfigError, InvalidRequestError
-from headway.train.turns import UserTurns
+from headway.train.prompts import UserTurns
 from headway.types import Request, SamplingParams
 
 _USER_TOKENS = 96

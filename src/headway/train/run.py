@@ -18,16 +18,16 @@ from headway.train.batches import collate
 from headway.train.data import Text, TextFile, read_texts
 from headway.train.eagle3 import HeadShape, feature_layers
 from headway.train.export import draft_vocabulary, write_speculator
-from headway.train.feature_file import FeatureFile
-from headway.train.features import Features
+from headway.train.hidden_state_file import HiddenStateFile
+from headway.train.hidden_states import HiddenStates
 from headway.train.initial import average, check_init, keep_init, new_head
-from headway.train.keeping import kept_states
 from headway.train.live import NUM_DRAFTS, Live, accept_live
-from headway.train.loop import Trainer
 from headway.train.objective import mean_acceptance_length
 from headway.train.options import TrainOptions
-from headway.train.plan import Plan, check, interruptible, open_plan
+from headway.train.progress import Progress, check, interruptible, open_progress
+from headway.train.recording import recorded_states
 from headway.train.screen import Screen
+from headway.train.trainer import Trainer
 
 DATA_SHARE = 0.45       # of the time, for writing texts: a text that is learned more than about three times teaches no more
 END_SHARE = 0.04        # for exporting and measuring what was reached
@@ -42,7 +42,7 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
     began = time.monotonic()
     out = Path(options.out)
     run = out / "run"
-    plan = open_plan(run, options)
+    plan = open_progress(run, options)
     budget = options.minutes * 60.0
     check_init(options.init)
     init = keep_init(options.init, run)
@@ -60,11 +60,11 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
         target = engine.model
         ids = draft_vocabulary(_counts(texts, target.config.vocab_size), options.draft_vocab_size).to(target.device)
         shape = HeadShape.of(target.config, len(ids))
-        features = Features(target, shape.layers, texts, run, options.cache_bytes)
+        features = HiddenStates(target, shape.layers, texts, run, options.cache_bytes)
         with screen.bar("hidden states (tokens)", int(features.offsets[features.num_stored])) as advance:
             features.store(advance)
         head = new_head(shape, target, ids, options.seed, init)
-        batches = [collate(Features(target, shape.layers, held_out, run, 0).get([i]), options.ttt_steps) for i in range(len(held_out))]
+        batches = [collate(HiddenStates(target, shape.layers, held_out, run, 0).get([i]), options.ttt_steps) for i in range(len(held_out))]
         trainer = Trainer(head, target, texts, features, batches, options, run)
         trainer.load()
         check(stopped)
@@ -121,9 +121,9 @@ def _keeping(engine: Engine, options: TrainOptions, file: TextFile) -> AbstractC
     target = engine.model
     if target.device.type != "cpu":
         return nullcontext(lambda _: None)
-    store = FeatureFile(file.path.parent, target, feature_layers(target.config), options.cache_bytes)
+    store = HiddenStateFile(file.path.parent, target, feature_layers(target.config), options.cache_bytes)
     store.begin(read_texts(file.path))
-    return kept_states(engine, file, store)
+    return recorded_states(engine, file, store)
 
 
 def _held_out_prompts(prompts: list[list[int]] | None, ready: list[Text]) -> list[list[int]] | None:
@@ -147,7 +147,7 @@ def _counts(texts: list[Text], vocab_size: int) -> torch.Tensor:
 class _Spent:
     """Seconds used by all runs so far; written down however this one ends."""
 
-    def __init__(self, plan: Plan, began: float) -> None:
+    def __init__(self, plan: Progress, began: float) -> None:
         self.plan, self.began = plan, began
         self.before = float(plan.values.get("seconds", 0.0))
 

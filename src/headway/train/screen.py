@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headway.train.loop import Progress, append_log
+from headway.train.trainer import Progress, append_log
 
 
 class Screen:

@@ -26,8 +26,9 @@ from headway.drafters.core.tree import Level, TreeOptions, draft_trees
 from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
 from headway.errors import ConfigError
 from headway.models import hub
-from headway.models.attention import AttentionPlan, KVCache, Row, Tree
+from headway.models.attention import KVCache
 from headway.models.attention_native import make_plan
+from headway.models.attention_plan import AttentionPlan, Row, Tree
 from headway.models.config import ModelConfig
 from headway.types import Draft
 

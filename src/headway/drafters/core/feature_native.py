@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,14 +13,13 @@ from torch import Tensor
 from headway import native
 from headway.drafters.core.chain import Prediction
 from headway.drafters.core.features import Hidden
+from headway.drafters.core.wiring import Wiring
 from headway.models.attention import KVCache
 from headway.models.attention_native import NativePlan
-from headway.models.layers import RMSNorm
+from headway.models.config import ModelConfig
+from headway.models.layers import Layer, Linear, RMSNorm
 from headway.models.stack_native import NativeStack
 from headway.native.ops import PackedLinear
-
-if TYPE_CHECKING:
-    from headway.drafters.core.feature_network import FeatureNetwork
 
 _P, _I64, _I32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -43,10 +42,24 @@ class _DraftArgs(ctypes.Structure):
     )  # fmt: skip
 
 
+class Network(Protocol):
+    """What is read of a `FeatureNetwork`."""
+
+    shape: ModelConfig
+    hidden_layers: tuple[int, ...]
+    embedding: Tensor
+    layers: list[Layer]
+    lm_head: Linear
+    target_ids: Tensor | None
+    wiring: Wiring
+    dtype: torch.dtype
+    device: torch.device
+
+
 class NativePass:
     """Made for a network on a CPU in bf16 whose products are all packed; see `make`."""
 
-    def __init__(self, network: FeatureNetwork, stack: NativeStack, library: native.Library) -> None:
+    def __init__(self, network: Network, stack: NativeStack, library: native.Library) -> None:
         wiring = network.wiring
         fuse, project, head = (None if linear is None else linear.packed for linear in (wiring.fuse, wiring.project, network.lm_head))
         assert head is not None
@@ -68,7 +81,7 @@ class NativePass:
         )
 
     @classmethod
-    def make(cls, network: FeatureNetwork) -> NativePass | None:
+    def make(cls, network: Network) -> NativePass | None:
         """None where the kernels cannot run all of it."""
         library = native.library()
         if library is None or network.device.type != "cpu" or network.dtype != torch.bfloat16:

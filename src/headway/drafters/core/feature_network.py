@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,43 +19,16 @@ from headway.drafters.core.chain import Prediction
 from headway.drafters.core.checkpoint import Checkpoint
 from headway.drafters.core.feature_native import NativePass
 from headway.drafters.core.features import Hidden
+from headway.drafters.core.wiring import Wiring
 from headway.errors import ModelError
-from headway.models.attention import AttentionPlan, KVCache
+from headway.models.attention import KVCache
 from headway.models.attention_native import NativePlan
+from headway.models.attention_plan import AttentionPlan
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
 from headway.models.rope import Rope
 from headway.native.ops import can_pack
-
-
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """What a network does before and behind its layers. Norms left out do nothing.
-
-    hidden_norms     of the target's hidden states, one each
-    wide_norm        of all of them side by side
-    fuse             them side by side -> feature; None: there is one, and it is the feature
-    project          [token, feature] -> the layers' input; None: the input is the feature, and the first layer's attention reads the pair
-    feature_first    in the pair
-    mask_first       position 0 reads no token
-    direct           the first layer's attention reads what was projected without its norm
-    normed_residual  without `project`: the input is the normed feature
-    norm_output      features handed on are those behind the final norm
-    """
-
-    hidden_norms: tuple[RMSNorm, ...] = ()
-    wide_norm: RMSNorm | None = None
-    fuse: Linear | None = None
-    token_norm: RMSNorm | None = None
-    feature_norm: RMSNorm | None = None
-    project: Linear | None = None
-    final_norm: RMSNorm | None = None
-    feature_first: bool = False
-    mask_first: bool = False
-    direct: bool = False
-    normed_residual: bool = False
-    norm_output: bool = False
 
 
 class FeatureNetwork:

@@ -23,7 +23,7 @@ from headway.drafters.core.chain import catch_up
 from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.drafters.drafter import Committed, Drafter, DraftRequest, Keep, Target, keep_all
 from headway.models.attention import KVCache
-from headway.models.attention import Row as Span
+from headway.models.attention_plan import Row as Span
 from headway.types import Draft
 
 

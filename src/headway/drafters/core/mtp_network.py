@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from headway.drafters.core.checkpoint import Checkpoint, decoder_shape
-from headway.drafters.core.feature_network import Builder, FeatureFile, FeatureNetwork, Wiring
+from headway.drafters.core.feature_network import Builder, FeatureFile, FeatureNetwork
+from headway.drafters.core.wiring import Wiring
 from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder

@@ -24,7 +24,7 @@ from headway.config import option
 from headway.drafters.core.chain import Prediction, SampleOptions
 from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
 from headway.errors import ConfigError
-from headway.models.attention import MAX_NODES
+from headway.models.attention_plan import MAX_NODES
 from headway.types import Draft
 
 FloatArray = NDArray[np.float64]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.models.config import Features
+from headway.models.traits import Traits
 
 
-def describe(hf: Any) -> Features:
-    return Features(qkv_bias=hf.attention_bias, o_bias=hf.attention_bias, mlp_bias=hf.mlp_bias)
+def describe(hf: Any) -> Traits:
+    return Traits(qkv_bias=hf.attention_bias, o_bias=hf.attention_bias, mlp_bias=hf.mlp_bias)

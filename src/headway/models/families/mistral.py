@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.models.config import Features
+from headway.models.traits import Traits
 
 
-def describe(hf: Any) -> Features:
-    return Features(windows=(hf.sliding_window,) * hf.num_hidden_layers)
+def describe(hf: Any) -> Traits:
+    return Traits(windows=(hf.sliding_window,) * hf.num_hidden_layers)

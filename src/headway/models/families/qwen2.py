@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.models.config import Features
+from headway.models.traits import Traits
 
 
-def describe(hf: Any) -> Features:
+def describe(hf: Any) -> Traits:
     windows = tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in hf.layer_types)
-    return Features(qkv_bias=True, windows=windows)
+    return Traits(qkv_bias=True, windows=windows)

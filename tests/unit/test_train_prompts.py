@@ -13,7 +13,7 @@ import headway
 from headway.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
-from headway.train.turns import UserTurns
+from headway.train.prompts import UserTurns
 from tests.tiny import tiny_model_dir
 
 

@@ -15,7 +15,7 @@ from headway.errors import ConfigError
 from headway.train.options import TrainOptions
 
 
-class Plan:
+class Progress:
     """run/plan.json: the options it was started with, and decisions that must not change when it is resumed."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class Plan:
 _FREE = {"minutes", "num_threads", "cache_bytes", "out"}
 
 
-def open_plan(run: Path, options: TrainOptions) -> Plan:
+def open_progress(run: Path, options: TrainOptions) -> Progress:
     run.mkdir(parents=True, exist_ok=True)
     given = {key: value for key, value in dataclasses.asdict(options).items() if key not in _FREE}
     path = run / "plan.json"
@@ -46,7 +46,7 @@ def open_plan(run: Path, options: TrainOptions) -> Plan:
         raise ConfigError(
             f"{run} was started with {key}={values['options'].get(key)!r}, now it is {given[key]!r}; give the same, or another --out"
         )
-    return Plan(path, values)
+    return Progress(path, values)
 
 
 @contextmanager

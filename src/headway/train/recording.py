@@ -13,7 +13,7 @@ from headway.drafters.drafter import Committed, Drafter, DrafterContext, Drafter
 from headway.engine.engine import Engine
 from headway.train.data import Text, TextFile
 from headway.train.eagle3 import feature_layers
-from headway.train.feature_file import FeatureFile
+from headway.train.hidden_state_file import HiddenStateFile
 from headway.types import Draft
 
 
@@ -53,7 +53,7 @@ class Keeper(Drafter):
 
 
 @contextmanager
-def kept_states(engine: Engine, file: TextFile, store: FeatureFile) -> Iterator[Callable[[Text], None]]:
+def recorded_states(engine: Engine, file: TextFile, store: HiddenStateFile) -> Iterator[Callable[[Text], None]]:
     """Inside, what is given is to be called with each text that was added to `file`, after the step that ended it."""
     method = f"{Keeper.__module__}:{Keeper.__name__}"
     engine.speculate(SpeculativeConfig.parse({"method": method, "num_speculative_tokens": 1, "policy": "static"}))

@@ -13,9 +13,9 @@ from headway.engine.engine import Engine
 from headway.train import data
 from headway.train.data import Text, TextFile, read_texts
 from headway.train.eagle3 import feature_layers
-from headway.train.feature_file import FeatureFile
-from headway.train.features import Features, compute
-from headway.train.keeping import kept_states
+from headway.train.hidden_state_file import HiddenStateFile
+from headway.train.hidden_states import HiddenStates, compute
+from headway.train.recording import recorded_states
 from tests.tiny import tiny_model_dir
 
 LIMIT = 1 << 30
@@ -35,11 +35,11 @@ def layers_of(engine: Engine) -> tuple[int, ...]:
     return feature_layers(engine.model.config)
 
 
-def write(engine: Engine, directory: Path, num_texts: int, limit: int = LIMIT) -> FeatureFile:
+def write(engine: Engine, directory: Path, num_texts: int, limit: int = LIMIT) -> HiddenStateFile:
     file = TextFile(directory / "texts.jsonl", [])
-    store = FeatureFile(directory, engine.model, layers_of(engine), limit)
+    store = HiddenStateFile(directory, engine.model, layers_of(engine), limit)
     store.begin(read_texts(file.path))
-    with kept_states(engine, file, store) as keep:
+    with recorded_states(engine, file, store) as keep:
         data.write_texts(engine, file, None, max_tokens=20, seed=1, deadline=math.inf, num_tokens=None, num_texts=num_texts, keep=keep)
     assert not engine.drafters
     return store
@@ -49,8 +49,8 @@ def assert_as_computed(engine: Engine, directory: Path, monkeypatch: pytest.Monk
     """What is read from the files is what a pass computes, and no more than `computed` texts had to be."""
     texts, layers = read_texts(directory / "texts.jsonl"), layers_of(engine)
     again: list[Text] = []
-    monkeypatch.setattr("headway.train.features.compute", lambda *a: again.extend(a[2]) or compute(*a))
-    features = Features(engine.model, layers, texts, directory, LIMIT)
+    monkeypatch.setattr("headway.train.hidden_states.compute", lambda *a: again.extend(a[2]) or compute(*a))
+    features = HiddenStates(engine.model, layers, texts, directory, LIMIT)
     features.store(lambda _: None)
     found = features.get(range(len(texts)))
     assert len(again) == computed
@@ -98,10 +98,10 @@ def test_files_of_other_texts_or_layers_are_dropped(model_dir: Path, tmp_path: P
     engine = make_engine(model_dir)
     write(engine, tmp_path, 3)
     texts = read_texts(tmp_path / "texts.jsonl")
-    other = FeatureFile(tmp_path, engine.model, layers_of(engine), LIMIT)
+    other = HiddenStateFile(tmp_path, engine.model, layers_of(engine), LIMIT)
     other.begin([texts[0], texts[2]])
     assert (other.num_texts, other.num_rows) == (1, len(texts[0].token_ids))
     assert (tmp_path / "normalizers.bin").stat().st_size == 4 * other.num_rows
-    fewer = FeatureFile(tmp_path, engine.model, (0,), LIMIT)
+    fewer = HiddenStateFile(tmp_path, engine.model, (0,), LIMIT)
     fewer.begin(texts)
     assert fewer.num_texts == (tmp_path / "features.bin").stat().st_size == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.train.data import Text
-from headway.train.feature_file import FeatureFile
+from headway.train.hidden_state_file import HiddenStateFile
 
 PASS_TOKENS = 2048
 _BLOCK = 64
@@ -72,12 +72,12 @@ def passes(texts: Sequence[Text], max_tokens: int = PASS_TOKENS) -> Iterator[lis
         yield group
 
 
-class Features:
+class HiddenStates:
     """`get(indices)` for any texts: those within `max_bytes` from files (feature_file.py), the others computed each time."""
 
     def __init__(self, target: Decoder, layers: Sequence[int], texts: Sequence[Text], directory: Path, max_bytes: int) -> None:
         self.target, self.layers, self.texts = target, tuple(layers), texts
-        self.file = FeatureFile(directory, target, layers, max_bytes)
+        self.file = HiddenStateFile(directory, target, layers, max_bytes)
         self.offsets = np.cumsum([0, *(len(text.token_ids) for text in texts)])
         self.num_stored = sum(self.file.fits(int(end)) for end in self.offsets[1:])
         self._views: tuple[Tensor, Tensor] | None = None

@@ -15,7 +15,7 @@ from headway.models.decoder import Decoder
 from headway.train.data import Text
 
 
-class FeatureFile:
+class HiddenStateFile:
     """features.bin: rows of hidden states as they are in memory; normalizers.bin: a float32 a row; features.txt: a line that names the
     target and its layers, then one for each text whose rows are there."""
 

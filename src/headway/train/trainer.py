@@ -22,7 +22,7 @@ from headway.train import losses, objective
 from headway.train.batches import Batch, collate, epoch_order
 from headway.train.data import Text
 from headway.train.eagle3 import Eagle3Head
-from headway.train.features import Features, compute
+from headway.train.hidden_states import HiddenStates, compute
 from headway.train.muon import Muon
 from headway.train.objective import Targets
 from headway.train.options import TrainOptions
@@ -55,7 +55,7 @@ class Trainer:
     """`run` until `num_steps`. State: weights, optimizer, place in the data; all of it is in the checkpoint."""
 
     def __init__(
-        self, head: Eagle3Head, target: Decoder, texts: Sequence[Text], features: Features, held_out: Sequence[Batch],
+        self, head: Eagle3Head, target: Decoder, texts: Sequence[Text], features: HiddenStates, held_out: Sequence[Batch],
         options: TrainOptions, directory: Path,
     ) -> None:
         self.head, self.target, self.texts, self.features = head, target, texts, features
