@@ -10,12 +10,15 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from headway.models.gguf import _sentencepiece_bpe
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MIN_VOCAB = 256 + len(SPECIAL)
+PIECES = ["▁", *"abcdehilnorstwx", "th", "the", "▁the", "▁a", "é", "漢"]
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -45,13 +48,13 @@ ARCHITECTURE = {
 
 def tiny_model_dir(
     tmp_path: Path, model_type: str = "llama", vocab_size: int = 320, seed: int = 0, *, dtype: torch.dtype = torch.float32,
-    shards: int = 1, **overrides: Any,
+    shards: int = 1, byte_fallback: bool = False, **overrides: Any,
 ) -> Path:
     """Writes config.json, generation_config.json, safetensors (in `shards` files) and a byte-level tokenizer to a new directory
     under `tmp_path`; returns it. Equal arguments give equal weights. `overrides` replace entries of config.json.
 
     Any text round-trips when vocab_size >= 259 (token 3 + b is byte b); a smaller vocabulary has no tokenizer, for tests that feed
-    token ids.
+    token ids. `byte_fallback`: a SentencePiece vocabulary instead, as Llama 2 has; token 3 + b is byte b there, too, and PIECES follow.
     """
     config = {**BASE, **FAMILY.get(model_type, {}), "model_type": model_type, "vocab_size": vocab_size, **overrides}
     config["architectures"] = [ARCHITECTURE.get(model_type, "Unknown")]
@@ -62,7 +65,8 @@ def tiny_model_dir(
     _write(directory / "generation_config.json", {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]})
     _save(random_weights(config, seed, dtype), directory, shards)
     if vocab_size >= MIN_VOCAB:
-        _tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
+        tokenizer = byte_fallback_tokenizer(vocab_size) if byte_fallback else byte_level_tokenizer(vocab_size)
+        tokenizer.save(str(directory / "tokenizer.json"))
         _write(directory / "tokenizer_config.json", {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0],
             "chat_template": CHAT_TEMPLATE, "model_max_length": config["max_position_embeddings"], "clean_up_tokenization_spaces": False,
@@ -122,7 +126,7 @@ def _save(state: dict[str, torch.Tensor], directory: Path, shards: int) -> None:
     _write(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def _tokenizer(vocab_size: int) -> Tokenizer:
+def byte_level_tokenizer(vocab_size: int) -> Tokenizer:
     """Byte-level BPE: three special tokens, the 256 bytes, then `<extra_i>` words that no text encodes to."""
     alphabet = byte_alphabet()
     vocab = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
@@ -131,6 +135,19 @@ def _tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return tokenizer
+
+
+def byte_fallback_tokenizer(vocab_size: int) -> Tokenizer:
+    """SentencePiece's BPE: three special tokens, the 256 bytes, PIECES, then `<extra_i>` words that no text encodes to."""
+    tokens = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
+    tokens += [f"<extra_{i}>" for i in range(vocab_size - len(tokens))]
+    scores = [0.0] * MIN_VOCAB + [float(len(piece)) for piece in tokens[MIN_VOCAB:]]
+    tokenizer = _sentencepiece_bpe({
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores, "tokenizer.ggml.unknown_token_id": 0,
+    })
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    assert isinstance(tokenizer, Tokenizer)
     return tokenizer
 
 

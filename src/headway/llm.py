@@ -30,7 +30,10 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation. `spec_decode_metrics` counts its drafts; `from_draft[i]` says whether token i was one."""
+    """One continuation. `spec_decode_metrics` counts its drafts; `from_draft[i]` says whether token i was one.
+
+    finish_reason  "stop", "length", or "error" when the rest of this one's text could not be written (the log says why)
+    """
 
     index: int
     text: str = ""

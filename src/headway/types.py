@@ -148,7 +148,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)   # of the leading full blocks, chained
     status: Status = Status.WAITING
-    finish_reason: str | None = None # stop | length | abort
+    finish_reason: str | None = None # stop | length | abort | error
     stop_reason: int | str | None = None
     stats: SpecDecodeMetrics = field(default_factory=lambda: SpecDecodeMetrics())
     num_preemptions: int = 0
@@ -482,7 +482,7 @@ class OutputDelta:
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None   # on the first delta only
-    finish_reason: str | None = None
+    finish_reason: str | None = None                            # "error": this sequence's output could not be written
     stop_reason: int | str | None = None
     num_cached: int = 0
     stats: SpecDecodeMetrics | None = None                      # on the last delta

@@ -57,7 +57,7 @@ def write(engine: Engine, request: Request, *, show_drafts: bool) -> tuple[str, 
     """Runs one request and streams it to stdout.
 
     Returns its text, its speculation counters and (tokens, seconds to the first one, seconds in all). On Ctrl-C the request is
-    aborted and KeyboardInterrupt goes on.
+    aborted and KeyboardInterrupt goes on. Exits with 1 when the text could not be written.
     """
     writer = DraftWriter(engine.tokenizer, sys.stdout, colored(sys.stdout)) if show_drafts else None
     text, stats, num_tokens, first = "", SpecDecodeMetrics(), 0, 0.0
@@ -75,6 +75,8 @@ def write(engine: Engine, request: Request, *, show_drafts: bool) -> tuple[str, 
                 else:
                     sys.stdout.write(delta.text)
                 sys.stdout.flush()
+                if delta.finish_reason == "error":
+                    sys.exit("headway: the rest of the text could not be written")
     finally:
         engine.abort(request.request_id)
     return text, stats, (num_tokens, first, time.perf_counter() - start)

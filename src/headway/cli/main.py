@@ -1,7 +1,8 @@
 """`headway COMMAND ...`: one module per command, each with `add_arguments(parser)` and `main(args) -> int`.
 
 Only the command that was asked for is imported, and what is heavy (torch, the server) is imported inside its `main`, so that help
-is instant. Exit codes: 0 done, 1 a benchmark whose numbers do not count, 2 bad input, 130 interrupted, 141 the reader went away.
+is instant. Exit codes: 0 done, 1 a benchmark whose numbers do not count or a text that could not be written, 2 bad input,
+130 interrupted, 141 the reader went away.
 """
 
 from __future__ import annotations

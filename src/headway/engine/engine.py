@@ -7,6 +7,7 @@ sequence the same lines decode plainly.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 import weakref
@@ -52,6 +53,8 @@ from headway.types import (
     StepPlan,
     Verdict,
 )
+
+logger = logging.getLogger("headway.engine")
 
 
 @dataclass(slots=True)
@@ -132,11 +135,12 @@ class Engine:
         sequences = [
             admission.make_sequence(request, index, next(self._seq_ids), seed, self) for index in range(request.params.n)
         ]
+        texts = [TextOutput(self.tokenizer, seq) for seq in sequences]
         self.requests[request.request_id] = sequences
         if request.params.prompt_logprobs is not None:
             self._prompt_logprobs[request.request_id] = prompt_logprobs.Collector(request)
-        for seq in sequences:
-            self._texts[seq.seq_id] = TextOutput(self.tokenizer, seq)
+        for seq, text in zip(sequences, texts, strict=True):
+            self._texts[seq.seq_id] = text
             self._sequences[seq.seq_id] = seq
             self.scheduler.add(seq)
         self.metrics.observe_request(request)
@@ -145,8 +149,8 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Drops a request and frees what it held; no further output. Unknown ids are fine: it may have just finished."""
         for seq in self.requests.pop(request_id, []):
-            if seq.status is not Status.FINISHED:
-                self.scheduler.finish(seq, "abort")
+            self.scheduler.finish(seq, "abort")
+            if seq.seq_id in self._sequences:   # also one that was finished by a step that failed
                 self._forget(seq)
         self._prompt_logprobs.pop(request_id, None)
         self.metrics.observe_abort(request_id)
@@ -239,16 +243,22 @@ class Engine:
         self.runner.compact(rows, verdicts)
         for row, draft, verdict, offset in zip(rows, drafts, verdicts, out.offsets, strict=True):
             seq = row.seq
-            if seq.request.request_id in self._prompt_logprobs and seq.index == 0:
-                collector = self._prompt_logprobs[seq.request.request_id]
-                collector.observe(row, out.hidden[offset : offset + row.length], self.runner.logits)
             num_new = self.scheduler.commit(row, verdict)
-            if verdict is not None:
-                delta = self._write(row, draft, verdict, num_new)
+            delta: OutputDelta | None = None
+            try:
+                if seq.request.request_id in self._prompt_logprobs and seq.index == 0:
+                    collector = self._prompt_logprobs[seq.request.request_id]
+                    collector.observe(row, out.hidden[offset : offset + row.length], self.runner.logits)
+                if verdict is not None:
+                    delta = self._write(row, draft, verdict, num_new)
+                    num_new = len(delta.token_ids)
+            except Exception:   # of one sequence: the others go on
+                logger.exception("request %s: its output cannot be written; it ends here", seq.request.request_id)
+                delta = self._fail(seq)
+            if delta is not None:
                 deltas.append(delta)
-                num_new = len(delta.token_ids)
-                if seq.status is Status.FINISHED:
-                    finished.append(seq)
+            if seq.status is Status.FINISHED:
+                finished.append(seq)
             if self.drafters:
                 if verdict is not None:
                     self._shadows.compare(seq)
@@ -299,6 +309,11 @@ class Engine:
         if seq.num_output_tokens == len(tokens) and seq.request.request_id in self._prompt_logprobs:
             delta.prompt_logprobs = self._prompt_logprobs[seq.request.request_id].result() if seq.index == 0 else None
         return delta
+
+    def _fail(self, seq: Sequence) -> OutputDelta:
+        """Ends a sequence whose output cannot be written, whether or not its last token has just ended it."""
+        self.scheduler.finish(seq, "error")
+        return OutputDelta(seq.request.request_id, seq.index, [], [], finish_reason="error", num_cached=seq.num_cached, stats=seq.stats)
 
     def _feedback(
         self,
@@ -371,13 +386,16 @@ class Engine:
 
     def _forget(self, seq: Sequence) -> None:
         del self._texts[seq.seq_id], self._sequences[seq.seq_id]
-        for drafter in self.drafters.values():
-            drafter.stop(seq.seq_id)
         self._shadows.stop(seq.seq_id)
         request_id = seq.request.request_id
         if all(s.status is Status.FINISHED for s in self.requests.get(request_id, ())):
             self.requests.pop(request_id, None)
             self._prompt_logprobs.pop(request_id, None)
+        for name, drafter in self.drafters.items():
+            try:
+                drafter.stop(seq.seq_id)
+            except Exception:   # what a drafter remembers of one sequence is nobody else's loss
+                logger.exception("the drafter %s did not let go of a sequence", name)
 
     def _observe_load(self) -> None:
         pool = self.scheduler.pool

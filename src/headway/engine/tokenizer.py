@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from headway.errors import InvalidRequestError, ModelError
 
 Message = Mapping[str, Any]
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+_LONGEST_CHARACTER = 4   # bytes of UTF-8
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_KEPT = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+_OTHERS = [byte for byte in range(256) if byte not in _KEPT]
+# GPT-2's printable stand-ins for the 256 bytes.
+_BYTE_OF_CHAR = {chr(byte): byte for byte in _KEPT} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 
 
 class Tokenizer:
@@ -28,6 +36,8 @@ class Tokenizer:
         if not getattr(self._hf, "is_fast", False):
             raise ModelError(f"{directory} has no tokenizer.json; a tokenizer of that form is needed")
         self._rust = self._hf.backend_tokenizer
+        self._pieces = TokenBytes(self._rust)
+        self._special = frozenset(id for id, token in self._rust.get_added_tokens_decoder().items() if token.special)
 
     @property
     def vocab_size(self) -> int:
@@ -47,7 +57,13 @@ class Tokenizer:
         return self._rust.encode(_printable(text), add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: SequenceOf[int], skip_special_tokens: bool = True) -> str:
-        return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """What the tokens say. U+FFFD stands for each sequence of bytes that is no character, as Unicode recommends.
+
+        Tokens stand for bytes and what is written stays written. (Hugging Face's decoder agrees, except that it turns a whole run of
+        byte tokens into U+FFFD, newlines and all, when a later one breaks a character.)
+        """
+        stream = self.stream((), skip_special_tokens)
+        return "".join([*map(stream.push, token_ids), stream.flush()])
 
     def apply_chat_template(self, messages: SequenceOf[Message], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation. Raises InvalidRequestError when the template refuses it or there is none."""
@@ -60,17 +76,12 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, as text; incomplete UTF-8 shows as U+FFFD."""
-        return self._rust.decode([token_id], skip_special_tokens=False)
+        """What a token adds to a text that has begun; incomplete UTF-8 shows as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token alone, as the bytes it stands for (several tokens may share one character)."""
-        piece = self._rust.id_to_token(token_id)
-        if piece is not None and piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
-            return bytes([int(piece[3:5], 16)])
-        if piece is not None and self._is_byte_level and token_id not in self._added:
-            return bytes(self._byte_of_char[char] for char in piece if char in self._byte_of_char)
-        return self.token_text(token_id).encode("utf-8", errors="replace")
+        """`token_text` before it is decoded: several tokens may share one character."""
+        return self._pieces[token_id]
 
     def bad_words_ids(self, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that would write each word, at the start of a text and after a space."""
@@ -83,49 +94,103 @@ class Tokenizer:
         return tuple(found)
 
     def stream(self, prompt_token_ids: SequenceOf[int], skip_special_tokens: bool) -> TextStream:
-        return TextStream(self._rust, prompt_token_ids, skip_special_tokens)
+        return TextStream(self._pieces, prompt_token_ids, self._special if skip_special_tokens else frozenset())
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id -> the UTF-8 bytes that it adds to a text that has begun; found when first asked for. b"" for ids without a token."""
+
+    def __init__(self, rust: Any) -> None:
+        super().__init__()
+        self._rust = rust
+        self._is_byte_level = "ByteLevel" in repr(rust.decoder)
+        self._has_byte_fallback = "ByteFallback" in repr(rust.decoder)
+
+    def __missing__(self, token_id: int) -> bytes:
+        piece = self._rust.id_to_token(token_id)
+        if piece is None:
+            data = b""
+        elif self._is_byte_level:
+            known = all(char in _BYTE_OF_CHAR for char in piece)
+            data = bytes(_BYTE_OF_CHAR[char] for char in piece) if known else piece.encode()
+        elif self._has_byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
+            data = bytes.fromhex(byte[1])
+        else:
+            before = self._any_text
+            data = self._decode([*before, token_id]).removeprefix(self._decode(before)).encode()
+        self[token_id] = data
+        return data
+
+    def at_start(self, token_id: int) -> bytes:
+        """What the token writes when nothing stands before it: SentencePiece's decoders drop the space that they put before a text."""
+        data, alone = self[token_id], self._decode([token_id]).encode()
+        return alone if data.endswith(alone) else data   # a part of a character has no text of its own
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._rust.decode(token_ids, skip_special_tokens=False)
+        return text
 
     @cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(self._rust.get_added_tokens_decoder())
-
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        return "ByteLevel" in str(type(self._rust.decoder)) or "ByteLevel" in repr(self._rust.decoder)
-
-    @cached_property
-    def _byte_of_char(self) -> dict[str, int]:
-        """GPT-2's printable stand-ins for the 256 bytes."""
-        keep = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-        rest = [byte for byte in range(256) if byte not in keep]
-        return {chr(byte): byte for byte in keep} | {chr(256 + index): byte for index, byte in enumerate(rest)}
+    def _any_text(self) -> list[int]:
+        """A token to stand before another one, so that this one is not at the start."""
+        for token_id in range(self._rust.get_vocab_size()):
+            text = self._decode([token_id])
+            if text and text.isascii() and text.isprintable() and text.strip() == text:
+                return [token_id]
+        return []
 
 
 class TextStream:
-    """Decodes one continuation token by token; text appears once its characters are complete."""
+    """Decodes one continuation token by token, whatever the tokens; text appears once its characters are complete.
 
-    # Enough context for a decoder that treats the first token of a text differently (Llama's leading space).
-    _NUM_CONTEXT = 8
+    The pieces joined are what the continuation adds to `Tokenizer.decode` of the prompt. A character that the prompt leaves unfinished is
+    written where the continuation goes on with it; otherwise its bytes are the prompt's and are not written.
+    """
 
-    def __init__(self, rust: Any, prompt_token_ids: SequenceOf[int], skip_special_tokens: bool) -> None:
-        self._rust = rust
-        self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(list(prompt_token_ids[-self._NUM_CONTEXT :]), skip_special_tokens)
-        self._pending: list[int] = []
+    def __init__(self, pieces: TokenBytes, prompt_token_ids: SequenceOf[int], skipped: frozenset[int]) -> None:
+        self._pieces = pieces
+        self._skipped = skipped
+        self._utf8 = _Utf8Decoder("replace")
+        self._prompt_end = _last_bytes(pieces, prompt_token_ids, skipped)
+        self._begun = False
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, often "" inside a multi-byte character."""
-        self._pending.append(token_id)
-        text = self._stream.step(self._rust, token_id)
-        if text is None:
+        if token_id in self._skipped:
             return ""
-        self._pending.clear()
-        return text
+        data = self._pieces[token_id]
+        if data and not self._begun:
+            data = self._begin(token_id, data)
+        return self._utf8.decode(data)
 
     def flush(self) -> str:
         """What is left when the continuation ends inside a character."""
-        pending, self._pending = self._pending, []
-        return self._rust.decode(pending, skip_special_tokens=self._skip_special_tokens) if pending else ""
+        return self._utf8.decode(b"", final=True)
+
+    def _begin(self, token_id: int, data: bytes) -> bytes:
+        """The first bytes of the continuation, and before them what they complete of the prompt's last character."""
+        self._begun = True
+        if not self._prompt_end:
+            return self._pieces.at_start(token_id)
+        self._utf8.decode(self._prompt_end)
+        unfinished, _ = self._utf8.getstate()
+        self._utf8.reset()
+        try:
+            _Utf8Decoder("strict").decode(unfinished + data[:1])
+        except UnicodeDecodeError:
+            return data
+        return unfinished + data
+
+
+def _last_bytes(pieces: TokenBytes, token_ids: SequenceOf[int], skipped: frozenset[int]) -> bytes:
+    """At least the last character of a text, finished or not; b"" of an empty one."""
+    found = b""
+    for token_id in reversed(token_ids):
+        if token_id not in skipped:
+            found = pieces[token_id] + found
+        if len(found) >= _LONGEST_CHARACTER:
+            break
+    return found
 
 
 def _printable(text: str) -> str:

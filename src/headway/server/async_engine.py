@@ -197,6 +197,9 @@ class AsyncEngine:
             entry = streams.get(delta.request_id)
             if entry is None:   # closed while the step ran
                 continue
+            if delta.finish_reason == "error":
+                self._fail_streams([delta.request_id], EngineFailedError("the output of this request could not be written"))
+                continue
             stream, position = entry
             stream.push(position, delta)
             if delta.finish_reason is not None:

@@ -17,7 +17,7 @@ from headway.engine.metrics import EngineMetrics
 from headway.server.async_engine import AsyncEngine
 from headway.types import SpecDecodeMetrics
 
-FINISH_REASONS = ("stop", "length", "abort")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
 class EngineCollector(Collector):

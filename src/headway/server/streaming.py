@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator
 
 from starlette.responses import Response
@@ -14,6 +15,8 @@ from headway.server.async_engine import Stream
 from headway.server.errors import EngineFailedError, as_api_error
 from headway.server.replies import Reply
 from headway.types import OutputDelta
+
+logger = logging.getLogger("headway.server")
 
 
 @contextlib.asynccontextmanager
@@ -68,6 +71,8 @@ class EventStream(Response):
                 if text:
                     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             text = self.reply.last_chunks()
-        except EngineFailedError as error:
+        except Exception as error:   # the answer has begun: an event is all that is left to say it with
+            if not isinstance(error, EngineFailedError):
+                logger.exception("the answer %s could not be written", self.reply.id)
             text = f"data: {json.dumps(as_api_error(error).body())}\n\ndata: [DONE]\n\n"
         await send({"type": "http.response.body", "body": text.encode(), "more_body": False})
