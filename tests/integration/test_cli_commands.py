@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 
 from headway.cli.main import main
+from headway.engine.outputs import TextOutput
+from headway.llm import LLM
+from headway.types import SamplingParams
 from tests.integration.conftest import LiveServer, live_server
 from tests.tiny import tiny_model_dir
 
@@ -94,6 +97,23 @@ def test_generate_writes_the_same_with_and_without_speculation(headway: Headway,
     assert "40 tokens in" in outputs[0][1]
     assert "nothing drafted" in outputs[0][1]
     assert "drafts accepted" in outputs[2][1]
+
+
+def test_generate_writes_the_prompt_once(headway: Headway, tiny_dir: Path) -> None:
+    prompt = "The secret is 42 \ufffd"
+    out, _ = headway("generate", str(tiny_dir), *FAST, "-p", prompt, "--max-tokens", "5", "--ignore-eos")
+    llm = LLM(str(tiny_dir), dtype="float32", kv_cache_memory_bytes=8 << 20)
+    [answer] = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    assert out == llm.get_tokenizer().decode(answer.prompt_token_ids + answer.outputs[0].token_ids) + "\n"
+
+
+def test_generate_says_when_it_cannot_go_on(headway: Headway, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(TextOutput, "flush", fails)
+    with pytest.raises(SystemExit, match="could not be written"):
+        headway("generate", str(tiny_dir), *FAST, "-p", "x", "--max-tokens", "5", "--ignore-eos")
 
 
 def test_generate_reads_standard_input_and_chats(headway: Headway, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
