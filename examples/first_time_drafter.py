@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.drafters.drafter import Drafter, DraftRequest, Keep, apply_keep
+from headway.drafters.drafter import ContinueDrafting, Drafter, DraftRequest, stop_early
 from headway.types import Draft
 
 
 class FirstTime(Drafter):
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         """One draft per request: the tokens that followed the first occurrence of its last token."""
         drafts = []
         for request in requests:
             history = request.token_ids
             first = history.index(history[-1])
             drafts.append(Draft(history[first + 1 : first + 1 + request.k] if first + 1 < len(history) else []))
-        return apply_keep(requests, drafts, keep)
+        return stop_early(requests, drafts, continue_drafting)

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import SpeculativeConfig
-from headway.control.policies.static import Static
-from headway.drafters.drafter import Committed, Drafter, DraftRequest
+from headway.drafters.drafter import Committed, Drafter, DraftRequest, never_stop
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
@@ -64,14 +63,13 @@ def measure(drafter: Drafter, k: int, workload: str, num: int, context: int, ste
     for number, response in enumerate(finished, num):
         drafter.commit([Committed(number, response, 0, len(response), 0)])
         drafter.stop(number)
-    keep = Static().keep
     live = [[*prompt, written[0]] for prompt, written in texts]
     times: list[float] = []
     num_drafted = num_accepted = 0
     for _ in range(steps + 1):
         requests = [DraftRequest(i, history, context, k, True) for i, history in enumerate(live)]
         begin = time.thread_time()
-        drafts = drafter.propose(requests, keep)
+        drafts = drafter.propose(requests, never_stop)
         spent = time.thread_time() - begin
         committed = []
         for i, (history, draft) in enumerate(zip(live, drafts, strict=True)):

@@ -27,7 +27,7 @@ from headway import plugins
 from headway.control.policy import Policy
 from tests.closed_loop import DrafterCost, Texture, World, gpu, run
 
-HOOKS = ("plan", "shadow", "take", "select", "observe")
+HOOKS = ("plan", "shadow", "choose_lookup", "select", "observe")
 TEXTURES = {"edit": Texture(hit=0.9, rate=0.93), "chat": Texture(hit=0.15, rate=0.4, length=4)}
 DRAFTERS = {"suffix": DrafterCost(0.01, 0.06), "ngram": DrafterCost(0.01, 0.03)}
 

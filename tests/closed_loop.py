@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from headway.control.costs import CostModel, Work
 from headway.control.policies.static import Static
-from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup
-from headway.drafters.drafter import DraftRequest, apply_keep
+from headway.control.policy import AdaptivePolicy, BatchView, DrafterView, DraftView, Policy, SequenceView, Setup, hooks_of
+from headway.drafters.drafter import DraftRequest, stop_early
 from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, SequenceFeedback, ShadowFeedback
 
 
@@ -65,8 +65,8 @@ class World:
     drafters: Mapping[str, DrafterCost] = field(default_factory=lambda: {"suffix": DrafterCost()})
     deterministic: bool = True
     copying: tuple[str, ...] = ()   # drafters that are deterministic whatever the others are
-    sunk: bool = False
-    stepwise: bool = False   # drafters ask `keep` before each further token
+    drafts_ahead: bool = False
+    stepwise: bool = False   # drafters ask before each further token
     greedy: bool = True
     noise: float = 0.04
     seed: int = 0
@@ -99,8 +99,9 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
     if profiled:
         costs.learn(profile(world, random))
     names = tuple(world.drafters)
-    views = tuple(DrafterView(name, world.deterministic or name in world.copying, world.sunk, world.stepwise) for name in names)
+    views = tuple(DrafterView(name, world.deterministic or name in world.copying, world.drafts_ahead, world.stepwise) for name in names)
     policy.start(Setup(views, world.max_k, costs))
+    hooks = hooks_of(policy)
     n = world.num_requests
     context = np.full(n, 300)
     ids, left, serial = list(range(n)), [0] * n, n
@@ -120,12 +121,12 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
         )  # fmt: skip
         slots = {seq_id: i for i, seq_id in enumerate(ids)}
         wishes = {slots[seq_id]: choice for seq_id, choice in policy.plan(view).items()}
-        shadow_wishes = {slots[seq_id]: choice for seq_id, choice in policy.shadow(view).items()}
+        shadow_wishes = {slots[seq_id]: choice for seq_id, choice in hooks.shadow(view).items()}
         drafting, drafts, shadows, draft_ms = [], {}, [], 0.0
         looked: dict[int, list[tuple[str, int, int, int, tuple[float, ...] | None]]] = {}
         settled: set[int] = set()
         for name, price in world.drafters.items():
-            ks = {i: look.k for i, c in wishes.items() for look in c.first if look.drafter == name}
+            ks = {i: look.k for i, c in wishes.items() for look in c.lookups if look.drafter == name}
             if ks:
                 took = price.fixed + price.each * len(ks) + price.step * max(ks.values())
                 draft_ms += took
@@ -133,7 +134,7 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
                 for i, k in ks.items():
                     looked.setdefault(i, []).append((name, k, *_draft(world, random, step, ids[i], name, k)))
         found = [DraftView(ids[i], name, length, True, told) for i, each in looked.items() for name, _, length, _, told in each if length]
-        taken = policy.take(found, view)
+        taken = hooks.choose_lookup(found, view)
         for i, each in looked.items():
             for name, _, length, right, told in each:
                 if taken.get(ids[i]) == name:
@@ -147,8 +148,8 @@ def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep
             if not (mine or watched):
                 continue
             made = {i: _draft(world, random, step, ids[i], name, k) for i, k in mine.items()}
-            if world.stepwise and policy.listens(name):
-                made = _stopped(policy, ids, made)
+            if world.stepwise and hooks.stops_early(name):
+                made = _stopped(hooks, ids, made)
                 mine = {i: draft[0] for i, draft in made.items()}
             ks = [*mine.values(), *watched.values()]
             took = price.fixed + price.each * len(ks) + price.step * max(ks)
@@ -211,11 +212,11 @@ def _draft(world: World, random: np.random.Generator, step: int, request: int, n
     return length, right, tuple([texture.told(rate) for rate in rates]) if texture.told else None
 
 
-def _stopped(policy: Policy, ids: Sequence[int], drafts: dict[int, _Draft]) -> dict[int, _Draft]:
+def _stopped(policy: AdaptivePolicy, ids: Sequence[int], drafts: dict[int, _Draft]) -> dict[int, _Draft]:
     """Each draft up to where the policy stopped it."""
     requests = [DraftRequest(ids[i], [], 0, length, True) for i, (length, _, _) in drafts.items()]
     made = [Draft([0] * length, confidence=list(told) if told else None) for length, _, told in drafts.values()]
-    kept = [len(draft) for draft in apply_keep(requests, made, policy.keep)]
+    kept = [len(draft) for draft in stop_early(requests, made, policy.continue_drafting)]
     return {
         i: (length, min(right, length), told[:length] if told else None)
         for length, (i, (_, right, told)) in zip(kept, drafts.items(), strict=True)

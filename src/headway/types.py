@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from headway.errors import InvalidRequestError
 
@@ -245,12 +245,12 @@ class SpecDecodeMetrics:
 class Choice:
     """A policy's wish for one sequence in one step: `drafter` proposes at most `k` tokens.
 
-    first  drafters, with drafts that are functions of the prefix, to look at before: where one's draft is taken, `drafter` is not asked
+    lookups  drafters to ask before, whose drafts are functions of the prefix: where one of these is chosen, `drafter` is not asked
     """
 
     drafter: str
     k: int
-    first: tuple[Choice, ...] = ()
+    lookups: tuple[Choice, ...] = ()
 
 
 @dataclass(slots=True)
@@ -260,8 +260,8 @@ class Row:
     A prefill chunk, a plain decode (length 1) and a verification (length 1, k > 0) differ in numbers only. A row that
     ends at the last known token (`samples`) yields at least one new token. Only such a row may have k > 0.
 
-    room    draft tokens there is room for: k for a chain; of a tree k is the depth, and `room` >= k bounds its nodes
-    first   drafters to look at before `drafter` is asked, as in `Choice`; each `k` <= `room`
+    room     draft tokens there is room for: k for a chain; of a tree k is the depth, and `room` >= k bounds its nodes
+    lookups  drafters to ask before `drafter`, as in `Choice`; each `k` <= `room`
     """
 
     seq: Sequence
@@ -270,7 +270,7 @@ class Row:
     k: int = 0
     drafter: str = NO_DRAFT
     room: int = 0
-    first: tuple[Choice, ...] = ()
+    lookups: tuple[Choice, ...] = ()
 
     @property
     def samples(self) -> bool:
@@ -424,8 +424,13 @@ class ShadowFeedback:
     num_context: int = 0                          # known tokens when it was drafted; 0: not told
 
 
-LookFeedback = tuple[int, str, int, int]
-"""(seq_id, drafter, k, num_proposed): a drafter that was looked at first, whose draft of at most `k` tokens was not taken."""
+class LookupFeedback(NamedTuple):
+    """A drafter that was asked before another one, and whose draft of at most `k` tokens was not chosen."""
+
+    seq_id: int
+    drafter: str
+    k: int
+    num_proposed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +439,7 @@ class DrafterFeedback:
 
     drafter: str
     num_rows: int                     # sequences it drafted for
-    num_steps: int                    # the largest k asked of it; the tokens of the longest draft where `keep` could stop it
+    num_steps: int                    # the largest k asked of it; the tokens of the longest draft where `continue_drafting` could stop it
     num_catch_up: int                 # known tokens it had not been asked about before, summed over the rows, one per row not counted
     num_proposed: int
     draft_ms: float
@@ -466,7 +471,7 @@ class Feedback:
     policy_ms: float = 0.0            # plan, shadow and select of this step, observe of the step before
     drafters: tuple[DrafterFeedback, ...] = ()
     shadows: tuple[ShadowFeedback, ...] = ()   # resolved in this step, whenever they were drafted
-    looks: tuple[LookFeedback, ...] = ()       # of sequences for which another drafter was asked in the end, or nobody
+    lookups: tuple[LookupFeedback, ...] = ()   # of sequences for which another drafter was asked in the end, or nobody
     forecast: Forecast | None = None
     reason: str = ""                  # why the policy last changed what it does, in a few words
 
@@ -491,10 +496,3 @@ class OutputDelta:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
-
-
-__all__: SequenceOf[str] = [
-    "Choice", "Draft", "DrafterFeedback", "Feedback", "Forecast", "LookFeedback", "NO_DRAFT", "OutputDelta", "Request",
-    "RequestSpeculation", "Row", "SamplingParams", "Sequence", "SequenceFeedback", "ShadowFeedback", "SpecDecodeMetrics", "Status",
-    "StepPlan", "TokenLogprobs", "Verdict", "depths_of",
-]

@@ -216,13 +216,13 @@ def test_throughput_document(headway: Headway, tiny_dir: Path, tmp_path: Path) -
     assert result["num_draft_tokens"] >= result["num_accepted_tokens"] > 0
     assert result["mean_acceptance_length"] > 1.0
     assert result["mean_k"] > 0.0
-    physics = result["physics"]
+    roofline = result["roofline"]
     assert result["ready_s"] > 0
     assert 0 < result["kv_cache_bytes"] <= 8 << 20
-    assert result["peak_memory_bytes"] > result["kv_cache_bytes"] + physics["weight_bytes"]
-    assert physics["weight_bytes"] == physics["bytes_per_token"] > 0   # tied: the output layer reads the whole table
-    assert physics["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4         # keys and values, layers, KV heads, head_dim, float32
-    assert physics["ceiling_empty_context"] > physics["ceiling_context_1024"] > 0
+    assert result["peak_memory_bytes"] > result["kv_cache_bytes"] + roofline["weight_bytes"]
+    assert roofline["weight_bytes"] == roofline["bytes_per_token"] > 0   # tied: the output layer reads the whole table
+    assert roofline["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4         # keys and values, layers, KV heads, head_dim, float32
+    assert roofline["ceiling_empty_context"] > roofline["ceiling_context_1024"] > 0
     assert out.index("memory bandwidth") < out.index("output tokens/s")
 
 

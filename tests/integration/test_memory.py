@@ -18,6 +18,6 @@ def test_peak_memory_of_sixteen_requests() -> None:
     done = subprocess.run([sys.executable, "-c", run, *COMMAND], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    print(f"peak {result['peak_memory_bytes'] / 2**20:.0f} MiB, weights {result['physics']['weight_bytes'] / 2**20:.0f}, "
+    print(f"peak {result['peak_memory_bytes'] / 2**20:.0f} MiB, weights {result['roofline']['weight_bytes'] / 2**20:.0f}, "
           f"pool {result['kv_cache_bytes'] / 2**20:.0f}")
-    assert result["peak_memory_bytes"] <= result["physics"]["weight_bytes"] + result["kv_cache_bytes"] + (1 << 30)
+    assert result["peak_memory_bytes"] <= result["roofline"]["weight_bytes"] + result["kv_cache_bytes"] + (1 << 30)

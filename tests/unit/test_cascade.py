@@ -11,7 +11,7 @@ import torch
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.drafters.core.model_chain import ChainDrafter
-from headway.drafters.drafter import Drafter, DraftRequest, Keep, keep_all
+from headway.drafters.drafter import ContinueDrafting, Drafter, DraftRequest, never_stop
 from headway.drafters.ngram import Ngram
 from headway.engine.engine import Engine
 from headway.types import Draft, Request, SamplingParams
@@ -36,7 +36,7 @@ class Oracle(Drafter):
     def __init__(self, known: Run) -> None:
         self.table = {tuple(history): draft.tokens for history, draft in known[1]}
 
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         drafts = []
         for asked in requests:
             t = asked.num_tentative
@@ -59,8 +59,8 @@ def run(models: tuple[Path, Path], speculative: dict[str, Any], temperature: flo
     passes = 0
     propose, forward = drafter.propose, drafter.forward
 
-    def spy(requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
-        drafts = propose(requests, keep)
+    def spy(requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
+        drafts = propose(requests, continue_drafting)
         made.extend((list(asked.token_ids), draft) for asked, draft in zip(requests, drafts, strict=True))
         return drafts
 
@@ -105,9 +105,9 @@ def assert_same(cascaded: Run, alone: Run) -> None:
 
 def test_tentative_tokens_are_continued_and_not_remembered() -> None:
     drafter, history = Ngram(Ngram.Options(prompt_lookup_max=2, prompt_lookup_min=2)), [1, 2, 3, 4, 5, 9, 9, 9]
-    (draft,) = drafter.propose([DraftRequest(0, [*history, 2, 3], 1, 2, True, num_tentative=2)], keep_all)
+    (draft,) = drafter.propose([DraftRequest(0, [*history, 2, 3], 1, 2, True, num_tentative=2)], never_stop)
     assert draft.tokens == [4, 5]
     assert drafter._indices[0].end == len(history)
-    (draft,) = drafter.propose([DraftRequest(0, [*history, 3, 4], 1, 1, True)], keep_all)
+    (draft,) = drafter.propose([DraftRequest(0, [*history, 3, 4], 1, 1, True)], never_stop)
     assert draft.tokens == [5]
     assert drafter._indices[0].end == len(history) + 2

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policies.static import Static
+from headway.control.policy import AdaptivePolicy
 from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.engine.engine import Engine
 from headway.errors import ModelError
@@ -68,14 +69,17 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
         ConfidenceHead(path, HIDDEN, torch.device("cpu"))
 
 
-class Rule(Static):
+class Rule(Static, AdaptivePolicy):
     """Drafts on while the estimate is above a third."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
 
-    def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+    def stops_early(self, drafter: str) -> bool:
+        return True
+
+    def continue_drafting(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
         self.seen += confidence.tolist()
         return confidence > 1 / 3
 

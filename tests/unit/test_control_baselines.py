@@ -57,7 +57,7 @@ def test_confidence_stops_where_the_product_falls() -> None:
     assert policy.select([DraftView(1, "suffix", 4, True, (0.9, 0.7, 0.9, 0.9))], view(1)) == {1: 2}
 
 
-def test_keep_and_select_are_one_rule() -> None:
+def test_stopping_early_and_select_are_one_rule() -> None:
     random = np.random.default_rng(0)
     for threshold in (0.0, 0.3, 0.8, 1.0):
         policy = Confidence(Confidence.Options(threshold))
@@ -67,7 +67,7 @@ def test_keep_and_select_are_one_rule() -> None:
         kept = np.ones(50, dtype=int)
         for position in range(5):
             asked = np.flatnonzero(kept == position + 1)
-            going = policy.keep(asked.tolist(), position, confidence[asked, position])
+            going = policy.continue_drafting(asked.tolist(), position, confidence[asked, position])
             kept[asked[going]] += 1
         assert dict(enumerate(kept.tolist())) == policy.select(drafts, view(50))
 

@@ -82,7 +82,7 @@ def test_a_cold_start_without_a_profile_learns_the_costs() -> None:
 def test_first_steps_that_take_too_long_are_overcome(num_requests: int, seed: int) -> None:
     """Something is compiled, or read from disk, while all that is known of a step's time comes from such steps."""
     world = World(
-        num_requests, always(EDIT), drafters=SUFFIX, sunk=True, seed=seed, clock=lambda step, ms: ms * (100.0 if step < 3 else 1.0)
+        num_requests, always(EDIT), drafters=SUFFIX, drafts_ahead=True, seed=seed, clock=lambda step, ms: ms * (100.0 if step < 3 else 1.0)
     )
     result = run(Goodput(), world, STEPS, profiled=False)
     assert np.count_nonzero(result.drafts[60:]) > 0.8 * (STEPS - 60)
@@ -540,7 +540,7 @@ class Warm(Goodput):
         self._given = kept
 
     def start(self, setup: Setup) -> None:
-        super().start(dataclasses.replace(setup, kept=self._given))
+        super().start(dataclasses.replace(setup, learned=self._given))
 
 
 @pytest.mark.parametrize("before", ["edit", "never"])
@@ -548,7 +548,7 @@ class Warm(Goodput):
 def test_what_was_learned_helps_and_is_unlearned(before: str, after: str) -> None:
     """The first 80 steps after another run, of the same or of another workload: never much worse than without any memory."""
     first = run(Goodput(), World(8, WORKLOADS[before], drafters=SUFFIX), STEPS).policy
-    kept = json.loads(json.dumps(first.to_json()))
+    kept = json.loads(json.dumps(first.learned()))
     assert kept["suffix"]["worth"] == first._drafters[0].worth.pool   # type: ignore[attr-defined]
     worlds = [World(8, WORKLOADS[after], drafters=SUFFIX, seed=seed) for seed in (1, 2, 3, 4)]
     warm = sum(run(Warm(kept), world, 80).rate() for world in worlds)
@@ -557,7 +557,7 @@ def test_what_was_learned_helps_and_is_unlearned(before: str, after: str) -> Non
 
 
 def test_too_little_to_keep() -> None:
-    assert run(Goodput(), World(2, WORKLOADS["edit"], drafters=SUFFIX), 5).policy.to_json() == {}
+    assert run(Goodput(), World(2, WORKLOADS["edit"], drafters=SUFFIX), 5).policy.learned() == {}
 
 
 def test_nobody_is_asked_when_deciding_costs_more_than_it_gains() -> None:
@@ -589,9 +589,9 @@ def test_broken_clocks(broken: float) -> None:
 def test_drafts_that_are_there_anyway_are_all_weighed_after_a_few_steps() -> None:
     """One request: 32 asks of a new drafter are 32 steps, and only the first ones must vary for the cost model's sake."""
     verified = {}
-    for sunk in (False, True):
-        world = World(1, WORKLOADS["edit"], drafters={"suffix": DrafterCost(0.0, 0.0)}, sunk=sunk)
-        verified[sunk] = run(Goodput(), world, 30, profiled=False).drafts
+    for drafts_ahead in (False, True):
+        world = World(1, WORKLOADS["edit"], drafters={"suffix": DrafterCost(0.0, 0.0)}, drafts_ahead=drafts_ahead)
+        verified[drafts_ahead] = run(Goodput(), world, 30, profiled=False).drafts
     assert verified[True][:8].tolist() == verified[False][:8].tolist()
     assert verified[True][10:].mean() > 1.3 * verified[False][10:].mean()
 

@@ -93,14 +93,14 @@ def test_stopping_by_confidence_beats_every_fixed_length() -> None:
 
 def test_who_drafts_for_next_to_nothing_is_not_asked_token_by_token() -> None:
     class Counting(Goodput):
-        num_kept = 0
+        num_asked = 0
 
-        def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
-            self.num_kept += 1
-            return super().keep(seq_ids, position, confidence)
+        def continue_drafting(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+            self.num_asked += 1
+            return super().continue_drafting(seq_ids, position, confidence)
 
     cheap, slow = Counting(), Counting()
     run(cheap, of_uneven(stepwise=True, step=2.0), 100)
     run(slow, of_uneven(stepwise=True), 100)
-    assert cheap.num_kept == 0
-    assert slow.num_kept > 50
+    assert cheap.num_asked == 0
+    assert slow.num_asked > 50

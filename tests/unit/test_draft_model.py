@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from headway.cli.main import main
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policies.static import Static
-from headway.control.policy import BatchView
+from headway.control.policy import AdaptivePolicy, BatchView
 from headway.drafters.core.chain import FEW_ROWS
 from headway.drafters.draft_model import DraftModel
-from headway.drafters.drafter import DraftRequest, Keep
+from headway.drafters.drafter import ContinueDrafting, DraftRequest
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.models.attention import KVCache
@@ -102,8 +102,8 @@ class Witness:
         self.passes += 1
         return self.forward(*args)
 
-    def check(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
-        drafts = self.propose(requests, keep)
+    def check(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
+        drafts = self.propose(requests, continue_drafting)
         for asked, draft in zip(requests, drafts, strict=True):
             tokens, sure = dense_draft(self.drafter.model, asked.token_ids, len(draft)) if len(draft) else ([], [])
             assert draft.tokens == tokens
@@ -205,12 +205,15 @@ def test_a_seeded_request_writes_the_same_alone_and_in_a_batch(target: Path, noi
     assert alone == together
 
 
-def test_keep_is_asked_position_by_position_and_honoured(target: Path, noisy: Path) -> None:
+def test_the_policy_is_asked_position_by_position_and_honoured(target: Path, noisy: Path) -> None:
     engine = with_draft(target, noisy)
     asked: list[tuple[int, list[int]]] = []
 
-    class Stops(Static):
-        def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+    class Stops(Static, AdaptivePolicy):
+        def stops_early(self, drafter: str) -> bool:
+            return True
+
+        def continue_drafting(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
             asked.append((position, list(seq_ids)))
             assert ((confidence > 0.0) & (confidence <= 1.0)).all()
             return np.array([position < seq_id for seq_id in seq_ids])
@@ -232,8 +235,8 @@ def test_a_draft_model_of_a_shorter_context_stops_where_it_ends(target: Path, no
     (drafter,) = engine.drafters.values()
     propose = drafter.propose
 
-    def spy(requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
-        drafts = propose(requests, keep)
+    def spy(requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
+        drafts = propose(requests, continue_drafting)
         drafted.extend(len(r.token_ids) + len(d) for r, d in zip(requests, drafts, strict=True) if len(d))
         return drafts
 

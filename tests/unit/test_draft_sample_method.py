@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway import plugins
 from headway.drafters.core.chain import Prediction, draft_chain
-from headway.drafters.drafter import DraftRequest, keep_all
+from headway.drafters.drafter import DraftRequest, never_stop
 from tests.unit.test_feature_chain import Argmax
 
 WITH_A_NETWORK = ("cascade", "draft_model", "eagle", "layer_skip", "medusa", "mlp_speculator", "mtp")
@@ -49,7 +49,7 @@ def test_who_gets_drawn_drafts(deterministic: bool) -> None:
         return [Prediction(logits[going] + position, state)]
 
     first = [Prediction(logits, torch.zeros(4, 1))]
-    drafts = draft_chain(requests, keep_all, Argmax(), first, advance, None, deterministic=deterministic)
+    drafts = draft_chain(requests, never_stop, Argmax(), first, advance, None, deterministic=deterministic)
     likeliest = logits.argmax(-1).tolist()
     for request, draft, token in zip(requests, drafts, likeliest, strict=True):
         if request.greedy or deterministic:

@@ -19,7 +19,7 @@ from headway.drafters.core.chain import Prediction
 from headway.drafters.core.eagle_network import load_eagle
 from headway.drafters.core.feature_network import FeatureNetwork
 from headway.drafters.core.tree import Level, TreeOptions, draft_trees
-from headway.drafters.drafter import Committed, DraftRequest, keep_all
+from headway.drafters.drafter import Committed, DraftRequest, never_stop
 from headway.drafters.eagle import Eagle
 from headway.drafters.medusa import Medusa
 from headway.drafters.mlp_speculator import MLPSpeculator
@@ -57,7 +57,9 @@ def request(seq_id: int, k: int, room: int, last: int = 0) -> DraftRequest:
     return DraftRequest(seq_id, [last], 1, k, True, room=room)
 
 
-def markov(requests: Sequence[DraftRequest], table: torch.Tensor, options: TreeOptions, keep: object = keep_all) -> list[Draft]:
+def markov(
+    requests: Sequence[DraftRequest], table: torch.Tensor, options: TreeOptions, continue_drafting: object = never_stop
+) -> list[Draft]:
     """Drafts of a network whose state is the last token."""
 
     def go_on(level: Level, state: torch.Tensor) -> Prediction:
@@ -66,7 +68,7 @@ def markov(requests: Sequence[DraftRequest], table: torch.Tensor, options: TreeO
         return Prediction(table[level.tokens.flatten()], level.tokens.flatten())
 
     last = torch.tensor([r.token_ids[-1] for r in requests])
-    return draft_trees(requests, keep, Likeliest(), Prediction(table[last], last), go_on, None, options)   # type: ignore[arg-type]
+    return draft_trees(requests, continue_drafting, Likeliest(), Prediction(table[last], last), go_on, None, options)   # type: ignore[arg-type]
 
 
 def reference(table: np.ndarray, last: int, depth: int, topk: int, size: int) -> dict[tuple[int, ...], float]:
@@ -124,12 +126,12 @@ def test_the_policy_is_asked_level_by_level() -> None:
     options = TreeOptions(topk=3, num_draft_tokens=30)
     seen: list[tuple[int, list[int]]] = []
 
-    def keep(seq_ids: Sequence[int], position: int, confidence: np.ndarray) -> np.ndarray:
+    def continue_drafting(seq_ids: Sequence[int], position: int, confidence: np.ndarray) -> np.ndarray:
         assert ((confidence > 0.0) & (confidence <= 1.0)).all()
         seen.append((position, list(seq_ids)))
         return np.array([position < seq_id for seq_id in seq_ids])
 
-    drafts = markov([request(seq_id, 4, 30, seq_id) for seq_id in range(4)], table, options, keep)
+    drafts = markov([request(seq_id, 4, 30, seq_id) for seq_id in range(4)], table, options, continue_drafting)
     assert [draft.depth for draft in drafts] == [1, 2, 3, 4]
     assert seen == [(0, [0, 1, 2, 3]), (1, [1, 2, 3]), (2, [2, 3])]
 
@@ -146,7 +148,7 @@ def growing(verifier: Verifier, q: np.ndarray, options: TreeOptions, room: int, 
             return Prediction(table[level.tokens.flatten()], level.tokens.flatten())
 
         last = torch.tensor([seq.token_ids[-1] for seq in seqs])
-        return list(draft_trees(asked, keep_all, sampler, Prediction(table[last], last), go_on, None, options))
+        return list(draft_trees(asked, never_stop, sampler, Prediction(table[last], last), go_on, None, options))
 
     return make
 
@@ -239,7 +241,7 @@ def test_every_node_sees_its_path(network: FeatureNetwork, target: Decoder) -> N
         for seq_id, text in enumerate(texts):
             chain.commit([text.committed(seq_id, begin, stop)])
         asked = [dataclasses.replace(text.request(seq_id, stop), room=30 - seq_id) for seq_id, text in enumerate(texts)]
-        for text, one, draft in zip(texts, asked, chain.propose(asked, keep_all), strict=True):
+        for text, one, draft in zip(texts, asked, chain.propose(asked, never_stop), strict=True):
             assert len(draft) == one.room
             assert max(depths_of(draft.parents or ())) >= 2
             for path, sure in zip(paths_of(draft), draft.confidence or (), strict=True):
@@ -257,7 +259,7 @@ def test_trees_of_heads_combine_the_likeliest_tokens_of_each(target: Decoder, tm
     for seq_id in range(2):
         drafter.commit([Committed(seq_id, list(range(7)), 4, 1, 0, 0, (hidden[seq_id],))])
     asked = [DraftRequest(seq_id, list(range(7)), 4, 5, True, room=15 - 4 * seq_id) for seq_id in range(2)]
-    for draft, one, states in zip(drafter.propose(asked, keep_all), asked, hidden, strict=True):
+    for draft, one, states in zip(drafter.propose(asked, never_stop), asked, hidden, strict=True):
         assert len(draft) == one.room
         assert 2 <= draft.depth <= 3
         values = {(): 1.0}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, Keep, Target
+from headway.drafters.drafter import Committed, ContinueDrafting, Drafter, DrafterContext, DrafterMemory, DraftRequest, Target
 from headway.engine.engine import Engine
 from headway.engine.memory import plan_memory
 from headway.errors import ConfigError
@@ -34,7 +34,7 @@ class Low(Drafter):
         self.committed: list[Committed] = []
         self.room: list[int] = []
 
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         self.room += [len(r.block_table) * self.target.cache.block_size - len(r.token_ids) - r.k for r in requests]
         logits = torch.zeros(len(requests), self.target.model.config.vocab_size)
         logits[:, 7] = 20.0

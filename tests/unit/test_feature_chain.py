@@ -9,30 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from headway.control.policy import Policy
 from headway.drafters.core.eagle_network import load_eagle
 from headway.drafters.core.feature_chain import FeatureChain
 from headway.drafters.core.feature_network import FeatureNetwork
 from headway.drafters.core.mtp_network import MTPFile
-from headway.drafters.drafter import Committed, DraftRequest
+from headway.drafters.drafter import Committed, DraftRequest, never_stop
 from headway.drafters.eagle import Eagle
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
-from headway.types import Choice, Draft
+from headway.types import Draft
 from tests.heads import eagle1_dir, eagle3_dir, mtp_dir
 from tests.tiny import tiny_model_dir
 
 BLOCK = 16
 K = 4
-
-
-class KeepAll(Policy):
-    def plan(self, view: object) -> dict[int, Choice]:   # type: ignore[override]
-        return {}
-
-
-KEEP = KeepAll().keep
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +129,7 @@ def test_drafts_are_those_of_the_whole_prefix(network: FeatureNetwork, target: D
     text, chain = Text(target, network, seed=1), make(network)
     for start, stop in chunks(*SCHEDULES[schedule]):
         chain.commit([text.committed(7, start, stop)])
-        assert same(chain.propose([text.request(7, stop)], KEEP)[0], naive(network, text, stop))
+        assert same(chain.propose([text.request(7, stop)], never_stop)[0], naive(network, text, stop))
 
 
 @pytest.mark.parametrize("pause", [1, 7, 30])
@@ -148,12 +139,12 @@ def test_a_pause_changes_no_draft(network: FeatureNetwork, target: Decoder, paus
     forward = network.forward
     monkeypatch.setattr(network, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
     chain.commit([text.committed(7, 0, 20)])
-    chain.propose([text.request(7, 20)], KEEP)
+    chain.propose([text.request(7, 20)], never_stop)
     asked = len(calls)
     for stop in range(21, 21 + pause):
         chain.commit([text.committed(7, stop - 1, stop)])
     assert len(calls) == asked, "a pause runs nothing"
-    assert same(chain.propose([text.request(7, 20 + pause)], KEEP)[0], naive(network, text, 20 + pause))
+    assert same(chain.propose([text.request(7, 20 + pause)], never_stop)[0], naive(network, text, 20 + pause))
 
 
 def test_batched_requests_draft_what_they_draft_alone(network: FeatureNetwork, target: Decoder) -> None:
@@ -162,17 +153,17 @@ def test_batched_requests_draft_what_they_draft_alone(network: FeatureNetwork, t
     for seq_id, (text, length) in enumerate(zip(texts, lengths, strict=True)):
         chain.commit([text.committed(seq_id, 0, length)])
     requests = [text.request(seq_id, length, 1 + seq_id) for seq_id, (text, length) in enumerate(zip(texts, lengths, strict=True))]
-    for found, text, length, request in zip(chain.propose(requests, KEEP), texts, lengths, requests, strict=True):
+    for found, text, length, request in zip(chain.propose(requests, never_stop), texts, lengths, requests, strict=True):
         assert same(found, naive(network, text, length).truncated(request.k))
 
 
 def test_preemption_loses_nothing(network: FeatureNetwork, target: Decoder) -> None:
     text, chain = Text(target, network, seed=4), make(network)
     chain.commit([text.committed(1, 0, 30)])
-    chain.propose([text.request(1, 30)], KEEP)
+    chain.propose([text.request(1, 30)], never_stop)
     chain.commit([text.committed(1, 0, 16)])     # computed again from the start
     chain.commit([text.committed(1, 16, 34)])
-    assert same(chain.propose([text.request(1, 34)], KEEP)[0], naive(network, text, 34))
+    assert same(chain.propose([text.request(1, 34)], never_stop)[0], naive(network, text, 34))
 
 
 def test_a_prefix_hit_drafts_from_the_whole_prefix(network: FeatureNetwork, target: Decoder) -> None:
@@ -180,15 +171,15 @@ def test_a_prefix_hit_drafts_from_the_whole_prefix(network: FeatureNetwork, targ
     chain.commit([text.committed(1, 0, 50)])
     chain.stop(1)
     chain.commit([text.committed(2, 48, 55)])
-    assert same(chain.propose([text.request(2, 55)], KEEP)[0], naive(network, text, 55))
+    assert same(chain.propose([text.request(2, 55)], never_stop)[0], naive(network, text, 55))
 
 
 def test_what_was_never_seen_is_left_out(network: FeatureNetwork, target: Decoder) -> None:
     text, chain = Text(target, network, seed=5), make(network, store_bytes=0)
     chain.commit([text.committed(2, 48, 55)])
-    assert same(chain.propose([text.request(2, 55)], KEEP)[0], naive(network, text, 55, begin=48))
+    assert same(chain.propose([text.request(2, 55)], never_stop)[0], naive(network, text, 55, begin=48))
     chain.commit([text.committed(2, 55, 57)])
-    assert same(chain.propose([text.request(2, 57)], KEEP)[0], naive(network, text, 57, begin=48))
+    assert same(chain.propose([text.request(2, 57)], never_stop)[0], naive(network, text, 57, begin=48))
 
 
 @pytest.mark.parametrize("store_bytes", [0, 1 << 24], ids=["no store", "store"])
@@ -196,11 +187,11 @@ def test_a_full_pool_takes_from_those_not_asked(network: FeatureNetwork, target:
     texts, chain = [Text(target, network, seed) for seed in (6, 7)], make(network, num_blocks=4, store_bytes=store_bytes)
     for seq_id in (0, 1):
         chain.commit([texts[seq_id].committed(seq_id, 0, 36)])
-        assert same(chain.propose([texts[seq_id].request(seq_id, 36)], KEEP)[0], naive(network, texts[seq_id], 36))
+        assert same(chain.propose([texts[seq_id].request(seq_id, 36)], never_stop)[0], naive(network, texts[seq_id], 36))
     chain.commit([texts[0].committed(0, 36, 38)])
     begin = 0 if store_bytes else 32   # hidden states of the block being filled are still there
-    assert same(chain.propose([texts[0].request(0, 38)], KEEP)[0], naive(network, texts[0], 38, begin))
-    both = chain.propose([texts[0].request(0, 38), texts[1].request(1, 36)], KEEP)
+    assert same(chain.propose([texts[0].request(0, 38)], never_stop)[0], naive(network, texts[0], 38, begin))
+    both = chain.propose([texts[0].request(0, 38), texts[1].request(1, 36)], never_stop)
     assert [len(draft) for draft in both] == [0, 0], "no room for both, and nothing new to read for the first"
 
 
@@ -208,7 +199,7 @@ def test_stopped_sequences_give_their_blocks_back(network: FeatureNetwork, targe
     text, chain = Text(target, network, seed=8), make(network, num_blocks=4)
     for seq_id in range(6):
         chain.commit([text.committed(seq_id, 0, 50)])
-        assert len(chain.propose([text.request(seq_id, 50)], KEEP)[0]) == K
+        assert len(chain.propose([text.request(seq_id, 50)], never_stop)[0]) == K
         chain.stop(seq_id)
         chain.stop(seq_id)
     assert sorted(chain._free) == [0, 1, 2, 3]
@@ -216,20 +207,20 @@ def test_stopped_sequences_give_their_blocks_back(network: FeatureNetwork, targe
 
 def test_unknown_sequences_and_those_without_hidden_states_get_no_draft(network: FeatureNetwork, target: Decoder) -> None:
     text, chain = Text(target, network, seed=9), make(network)
-    assert [len(draft) for draft in chain.propose([text.request(3, 20)], KEEP)] == [0]
+    assert [len(draft) for draft in chain.propose([text.request(3, 20)], never_stop)] == [0]
     chain.commit([text.committed(3, 0, 10)])
-    assert [len(draft) for draft in chain.propose([text.request(3, 20), text.request(3, 10)], KEEP)] == [0, K]
-    assert chain.propose([], KEEP) == []
+    assert [len(draft) for draft in chain.propose([text.request(3, 20), text.request(3, 10)], never_stop)] == [0, K]
+    assert chain.propose([], never_stop) == []
 
 
 def stop_below(limit: float) -> tuple[Callable[..., np.ndarray], list[tuple[int, list[int]]]]:
     asked: list[tuple[int, list[int]]] = []
 
-    def keep(seq_ids: Sequence[int], position: int, confidence: np.ndarray) -> np.ndarray:
+    def continue_drafting(seq_ids: Sequence[int], position: int, confidence: np.ndarray) -> np.ndarray:
         asked.append((position, list(seq_ids)))
         return confidence >= limit
 
-    return keep, asked
+    return continue_drafting, asked
 
 
 def test_the_policy_stops_position_by_position(network: FeatureNetwork, target: Decoder) -> None:
@@ -238,8 +229,8 @@ def test_the_policy_stops_position_by_position(network: FeatureNetwork, target: 
         chain.commit([text.committed(seq_id, 0, 30)])
     whole = [naive(network, text, 30) for text in texts]
     limit = sorted(c for draft in whole for c in draft.confidence or [])[5]
-    keep, asked = stop_below(limit - 1e-6)
-    found = chain.propose([text.request(seq_id, 30) for seq_id, text in enumerate(texts)], keep)
+    continue_drafting, asked = stop_below(limit - 1e-6)
+    found = chain.propose([text.request(seq_id, 30) for seq_id, text in enumerate(texts)], continue_drafting)
     for draft, full in zip(found, whole, strict=True):
         sure = np.array(full.confidence) >= limit - 1e-6
         assert same(draft, full.truncated(K if sure.all() else int(sure.argmin()) + 1))
@@ -255,7 +246,7 @@ def test_sampled_drafts_come_with_their_distributions(network: FeatureNetwork, t
     for seq_id, text in enumerate(texts):
         chain.commit([text.committed(seq_id, 0, 30)])
     sampled = dataclasses.replace(texts[1].request(1, 30), greedy=False)
-    greedy, drawn = chain.propose([texts[0].request(0, 30), sampled], KEEP)
+    greedy, drawn = chain.propose([texts[0].request(0, 30), sampled], never_stop)
     assert greedy.probs is None
     assert same(greedy, naive(network, texts[0], 30))
     assert drawn.probs is not None

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from headway.drafters.core.hidden_heads import HiddenHeads
-from headway.drafters.drafter import Committed, DraftRequest, keep_all
+from headway.drafters.drafter import Committed, DraftRequest, never_stop
 from headway.drafters.medusa import Medusa, MedusaFile, MedusaNetwork
 from headway.drafters.mlp_speculator import MLPSpeculator, MLPSpeculatorFile
 from headway.errors import ModelError
@@ -118,9 +118,9 @@ def test_drafts_follow_the_last_hidden_state(drafter: HiddenHeads) -> None:
     drafter.commit([Committed(1, list(range(8)), 4, 1, 0, 0, (hidden[:4],)), Committed(1, list(range(10)), 4, 1, 0, 4, (hidden[4:],))])
     drafter.commit([Committed(2, [3, 4], 1, 1, 0, 0, (hidden[:1],))])
     first, second = DraftRequest(1, list(range(10)), 4, 8, True), DraftRequest(2, [3, 4], 1, 2, True)
-    both = drafter.propose([first, second], keep_all)
+    both = drafter.propose([first, second], never_stop)
     assert [len(draft) for draft in both] == [3, 2]
-    assert [drafter.propose([r], keep_all)[0].tokens for r in (first, second)] == [draft.tokens for draft in both]
+    assert [drafter.propose([r], never_stop)[0].tokens for r in (first, second)] == [draft.tokens for draft in both]
     state = drafter.network.begin(hidden[8:])
     tokens = torch.tensor([9])
     for head, token in enumerate(both[0].tokens):
@@ -133,15 +133,15 @@ def test_drafts_follow_the_last_hidden_state(drafter: HiddenHeads) -> None:
 
 def test_without_the_last_hidden_state_there_is_no_draft(drafter: HiddenHeads) -> None:
     request = DraftRequest(5, [1, 2, 3, 4], 1, 3, True)
-    assert len(drafter.propose([request], keep_all)[0]) == 0
+    assert len(drafter.propose([request], never_stop)[0]) == 0
     drafter.commit([Committed(5, [1, 2, 3, 4], 1, 0, 0, 0, (torch.randn(2, 64),))])   # half of the prompt
-    assert len(drafter.propose([request], keep_all)[0]) == 0
+    assert len(drafter.propose([request], never_stop)[0]) == 0
     drafter.commit([Committed(5, [1, 2, 3, 4], 1, 1, 0, 2, (torch.randn(1, 64),))])
-    assert len(drafter.propose([request], keep_all)[0]) == 3
+    assert len(drafter.propose([request], never_stop)[0]) == 3
     drafter.stop(5)
     drafter.stop(5)
-    assert len(drafter.propose([request], keep_all)[0]) == 0
-    assert drafter.propose([], keep_all) == []
+    assert len(drafter.propose([request], never_stop)[0]) == 0
+    assert drafter.propose([], never_stop) == []
 
 
 def spoil(directory: Path, config: dict[str, object], drop: str, tensors: Weights) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.drafters import layer_skip
-from headway.drafters.drafter import Committed, DraftRequest, keep_all
+from headway.drafters.drafter import Committed, DraftRequest, never_stop
 from headway.drafters.layer_skip import LayerSkip
 from headway.engine.drafting import bind_drafters
 from headway.engine.engine import Engine
@@ -112,9 +112,9 @@ def test_drafts_are_what_the_exit_says_and_the_text_stays_the_target_s(target: P
     drafter, num_drafts = drafter_of(engine), 0
     propose = drafter.propose
 
-    def check(asked: list[DraftRequest], keep: Any) -> list[Draft]:
+    def check(asked: list[DraftRequest], continue_drafting: Any) -> list[Draft]:
         nonlocal num_drafts
-        drafts = propose(asked, keep)
+        drafts = propose(asked, continue_drafting)
         for request, draft in zip(asked, drafts, strict=True):
             assert draft.tokens == early_draft(engine.model, request.token_ids, exit, len(draft))
             num_drafts += len(draft)
@@ -198,7 +198,7 @@ def test_a_pause_and_unknown_sequences_change_nothing(target: Path) -> None:
     engine = build(target, {"method": "layer_skip", "num_speculative_tokens": K})
     drafter = drafter_of(engine)
     drafter.stop(99)
-    assert drafter.propose([], keep_all) == []
+    assert drafter.propose([], never_stop) == []
     write(engine, requests(1))
     assert not drafter._contexts
 

@@ -8,14 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config import SpeculativeConfig
-from headway.control.policies.static import Static
 from headway.drafters.core.ngram_index import NgramIndex, acceptance
-from headway.drafters.drafter import Committed, DraftRequest
+from headway.drafters.drafter import Committed, DraftRequest, never_stop
 from headway.drafters.ngram import Ngram
 from headway.errors import ConfigError
 from headway.types import Draft
 
-keep = Static().keep
 histories = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=150))
 
 
@@ -31,7 +29,7 @@ def brute_force(history: list[int], shortest: int, longest: int, k: int) -> list
 
 
 def propose(drafter: Ngram, history: list[int], k: int, seq_id: int = 0) -> Draft:
-    return drafter.propose([DraftRequest(seq_id, history, 1, k, True)], keep)[0]
+    return drafter.propose([DraftRequest(seq_id, history, 1, k, True)], never_stop)[0]
 
 
 @given(histories, st.integers(1, 4), st.integers(0, 4), st.integers(1, 9))
@@ -77,7 +75,7 @@ def test_a_history_that_got_shorter_is_read_again() -> None:
 
 def test_sequences_are_separate_and_forgotten() -> None:
     drafter = Ngram(Ngram.Options(1, 1))
-    first, second = drafter.propose([DraftRequest(7, [1, 2, 1], 1, 1, True), DraftRequest(8, [1, 3, 1], 1, 1, True)], keep)
+    first, second = drafter.propose([DraftRequest(7, [1, 2, 1], 1, 1, True), DraftRequest(8, [1, 3, 1], 1, 1, True)], never_stop)
     assert (first.tokens, second.tokens) == ([2], [3])
     drafter.stop(7)
     drafter.stop(99)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,9 +63,8 @@ def test_static_asks_nobody_when_nobody_runs() -> None:
     assert Static().plan(view()) == {}
 
 
-def test_the_other_hooks_keep_everything() -> None:
+def test_select_verifies_everything_by_default() -> None:
     policy = Static()
-    assert policy.keep([1, 2], 0, np.array([np.nan, 0.0])).tolist() == [True, True]
     assert policy.select([DraftView(1, "suffix", 3, True, None)], batch(1)) == {}
 
 

@@ -148,7 +148,7 @@ def test_what_was_learned_outlives_a_change_of_configuration(model_dir: Path) ->
     generate(engine)
     first = engine.policy
     assert isinstance(first, Goodput)
-    costs, learned = first._costs, first.to_json()
+    costs, learned = first._costs, first.learned()
     assert learned
     assert costs.num_observed > 20
     engine.speculate(None)
@@ -175,7 +175,7 @@ def test_what_was_learned_is_saved_and_read(model_dir: Path, home: Path, monkeyp
     generate(engine)
     assert [path.name for path in kept(home)] == [f"{file.stem}-policies.json", file.name]
     assert file.stat().st_mtime_ns > measured
-    learned = engine.policy.to_json()   # type: ignore[union-attr]
+    learned = engine.policy.learned()   # type: ignore[union-attr]
     again = build(model_dir, "goodput").policy
     assert isinstance(again, Goodput)
     assert again._costs.num_observed > 10

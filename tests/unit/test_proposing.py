@@ -1,4 +1,4 @@
-"""Drafters that are looked at first: who drafts, what is told about it, and that the text stays the same."""
+"""Lookups, drafters that are asked before another one: who drafts, what is told about it, and that the text stays the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.control.policy import BatchView, DraftView, Policy
+from headway.control.policy import AdaptivePolicy, BatchView, DraftView
 from headway.engine.engine import Engine
 from headway.types import Choice, Feedback, Request, SamplingParams
 from tests.drafter_models import drafter_config
@@ -20,19 +20,19 @@ from tests.tiny import tiny_model_dir
 OUTPUT_LEN = 24
 
 
-class Looks(Policy):
-    """`looks` first, then `dear`, for every request."""
+class Lookups(AdaptivePolicy):
+    """`lookups`, then `dear`, for every request."""
 
-    def __init__(self, dear: str, k: int = 4, looks: Sequence[str] = ("suffix", "ngram")) -> None:
-        self.dear, self.k, self.looks = dear, k, looks
+    def __init__(self, dear: str, k: int = 4, lookups: Sequence[str] = ("suffix", "ngram")) -> None:
+        self.dear, self.k, self.lookups = dear, k, lookups
         self.feedback: list[Feedback] = []
         self.offered: list[DraftView] = []
 
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
-        first = tuple(Choice(name, 4) for name in self.looks)
-        return {seq.seq_id: Choice(self.dear, self.k, first) for seq in view.sequences if seq.decoding}
+        lookups = tuple(Choice(name, 4) for name in self.lookups)
+        return {seq.seq_id: Choice(self.dear, self.k, lookups) for seq in view.sequences if seq.decoding}
 
-    def take(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, str]:
+    def choose_lookup(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, str]:
         """All, some of them, or none of what was found, in turn; now and then nobody drafts."""
         self.offered += drafts
         if view.step % 7 == 3:
@@ -86,64 +86,64 @@ def engine(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: py
 @pytest.mark.parametrize("hog", [0, 11], ids=["roomy", "preempted"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_plain_decoding(engine: Engine, model_dir: Path, sampled: bool, hog: int) -> None:
-    policy = engine.policy = Looks(next(iter(engine.drafters)))
+    policy = engine.policy = Lookups(next(iter(engine.drafters)))
     assert write(engine, sampled, hog) == write(build(model_dir, None), sampled)
     verified = {seq.drafter for feedback in policy.feedback for seq in feedback.sequences if seq.num_drafts}
     assert verified >= {policy.dear, "suffix"}
-    assert any(shadow.drafter in policy.looks and shadow.num_verified == 0 for feedback in policy.feedback for shadow in feedback.shadows)
+    assert any(shadow.drafter in policy.lookups and shadow.num_verified == 0 for feedback in policy.feedback for shadow in feedback.shadows)
 
 
 def test_each_step_tells_who_drafted_for_whom(engine: Engine) -> None:
     dear = next(iter(engine.drafters))
-    policy = engine.policy = Looks(dear)
+    policy = engine.policy = Lookups(dear)
     write(engine, sampled=False)
     for feedback in policy.feedback:
         asked = {part.drafter: part.num_rows for part in feedback.drafters}
         decoding = [seq for seq in feedback.sequences if seq.k]
         assert {seq.drafter for seq in decoding} <= set(asked)
         assert asked.get(dear, 0) == sum(seq.drafter == dear for seq in decoding)
-        assert all(asked[name] == len(decoding) for name in policy.looks if decoding and name in asked)
+        assert all(asked[name] == len(decoding) for name in policy.lookups if decoding and name in asked)
         # Each look that was not taken is told, with what it found.
-        assert {(seq_id, name) for seq_id, name, _, _ in feedback.looks} == {
-            (seq.seq_id, name) for seq in decoding for name in policy.looks if name != seq.drafter and name in asked
+        assert {(seq_id, name) for seq_id, name, _, _ in feedback.lookups} == {
+            (seq.seq_id, name) for seq in decoding for name in policy.lookups if name != seq.drafter and name in asked
         }
     assert all(draft.deterministic and draft.length for draft in policy.offered)
 
 
-class Halting(Looks):
-    """Nobody is looked at first, and drafts end behind the second token."""
+class Halting(Lookups):
+    """Nobody is asked before, and drafts end behind the second token."""
 
-    def __init__(self, dear: str, listens: bool) -> None:
-        super().__init__(dear, looks=())
-        self.says = listens
+    def __init__(self, dear: str, stops_early: bool) -> None:
+        super().__init__(dear, lookups=())
+        self.says = stops_early
         self.asked: list[int] = []
 
-    def listens(self, drafter: str) -> bool:
+    def stops_early(self, drafter: str) -> bool:
         return self.says
 
-    def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+    def continue_drafting(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
         self.asked.append(position)
         return np.full(len(seq_ids), position < 1)
 
 
-@pytest.mark.parametrize("listens", [False, True])
-def test_a_policy_that_listens_is_asked_and_what_it_stopped_is_what_drafting_took(engine: Engine, model_dir: Path, listens: bool) -> None:
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_a_policy_that_stops_early_is_asked_and_pays_for_what_was_drafted(engine: Engine, model_dir: Path, stops_early: bool) -> None:
     drafter = next(iter(engine.drafters.values()))
-    policy = engine.policy = Halting(drafter.name, listens)
+    policy = engine.policy = Halting(drafter.name, stops_early)
     assert write(engine, sampled=False) == write(build(model_dir, None), sampled=False)
-    assert set(policy.asked) == ({0, 1} if listens else set())
+    assert set(policy.asked) == ({0, 1} if stops_early else set())
     passes = {part.num_steps for feedback in policy.feedback for part in feedback.drafters}
-    assert max(passes) == (2 if listens and drafter.stepwise else 4)
+    assert max(passes) == (2 if stops_early and drafter.stepwise else 4)
     assert drafter.stepwise == (drafter.tree_size == 0)
 
 
-def test_looks_alone(model_dir: Path) -> None:
+def test_lookups_alone(model_dir: Path) -> None:
     engine = build(model_dir, ["suffix", "ngram"])
-    policy = engine.policy = Looks("none", 0)
+    policy = engine.policy = Lookups("none", 0)
     assert write(engine, sampled=False) == write(build(model_dir, None), sampled=False)
     assert {seq.drafter for feedback in policy.feedback for seq in feedback.sequences} == {"suffix", "ngram", "none"}
 
 
-def test_by_default_the_first_draft_that_is_there_is_taken() -> None:
+def test_by_default_the_first_draft_that_is_there_is_chosen() -> None:
     views = [DraftView(1, "suffix", 2, True, None), DraftView(1, "ngram", 4, True, None), DraftView(2, "ngram", 4, True, None)]
-    assert Policy.take(Looks("x"), views, BatchView(0, (), 0, 0, 0, (), 4)) == {1: "suffix", 2: "ngram"}
+    assert AdaptivePolicy.choose_lookup(Lookups("x"), views, BatchView(0, (), 0, 0, 0, (), 4)) == {1: "suffix", 2: "ngram"}

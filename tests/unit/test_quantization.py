@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway import native
-from headway.bench import physics
+from headway.bench import roofline
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 from headway.errors import ConfigError, ModelError
@@ -54,7 +54,7 @@ def test_what_it_weighs(tmp_path: Path) -> None:
         read = sum(p.weight.nbytes + p.scales.nbytes for p in products) + plain.weight_bytes - table
         read -= sum(2 * p.weight.nbytes for p in products[:-1]) + (0 if tied else table)
         assert quantized.weight_bytes == read + table
-        assert physics.measure(quantized).bytes_per_token == read
+        assert roofline.measure(quantized).bytes_per_token == read
 
 
 @needs_kernels

@@ -13,7 +13,7 @@ import pytest
 
 from headway.cli.main import main
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.control.policy import BatchView, Policy
+from headway.control.policy import AdaptivePolicy, BatchView
 from headway.control.trace import Trace, TraceStep, read_trace
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
@@ -24,6 +24,7 @@ from headway.types import (
     Choice,
     DrafterFeedback,
     Feedback,
+    LookupFeedback,
     Request,
     SamplingParams,
     SequenceFeedback,
@@ -75,11 +76,11 @@ def test_codes_say_where_the_drafter_is_right_wrong_or_has_nothing() -> None:
     assert [limits[at] for at in (1, 4, 7, 8)] == [ENDLESS, 2, 0, ENDLESS]
 
 
-def test_what_was_looked_at_and_not_taken_tells_as_much_as_what_was_verified() -> None:
+def test_a_lookup_that_was_not_chosen_tells_as_much_as_what_was_verified() -> None:
     trace = trace_of([(1, 50, 0, 0, 0, 0)], [(1, 51, 0, 0, 0, 0)], [(1, 52, 0, 0, 0, 0)], *[[(1, 53 + i, 0, 0, 0, 0)] for i in range(4)])
     told: dict[int, dict[str, Any]] = {
-        1: {"looks": ((1, "ngram", 4, 3),)},                              # three tokens from position 1 on
-        3: {"looks": ((1, "ngram", 4, 0),)},
+        1: {"lookups": (LookupFeedback(1, "ngram", 4, 3),)},                              # three tokens from position 1 on
+        3: {"lookups": (LookupFeedback(1, "ngram", 4, 0),)},
         4: {"shadows": (ShadowFeedback(1, "ngram", 0, 3, 1, (0.5, 0.4, 0.3), 51),)},  # the first of the three was right
     }
     steps = tuple(replace(step, feedback=replace(step.feedback, **told.get(i, {}))) for i, step in enumerate(trace.steps))
@@ -91,7 +92,7 @@ def test_what_was_looked_at_and_not_taken_tells_as_much_as_what_was_verified() -
     assert evidence.known["ngram"] == 3 / 7
 
 
-def test_looks_are_decided_again() -> None:
+def test_lookups_are_decided_again() -> None:
     """Half of the positions can be copied, and a second drafter is asked for the others."""
     rows, context = [[(1, 50, 0, 0, 0, 0)]], 51
     for i in range(60):
@@ -218,7 +219,7 @@ def test_the_best_fixed_k_follows_cost_and_acceptance(accepted: int, per_token: 
     assert fixed["off"].goodput == pytest.approx(2 / (10.0 + 2 * per_token) * 1e3, rel=0.1)
 
 
-class Curious(Policy):
+class Curious(AdaptivePolicy):
     """Uses every hook, and remembers what it was shown."""
 
     def __init__(self) -> None:
@@ -232,7 +233,10 @@ class Curious(Policy):
     def shadow(self, view: BatchView) -> Mapping[int, Choice]:
         return {seq.seq_id: Choice("ngram", 4) for seq in view.sequences if seq.decoding and seq.seq_id == 2}
 
-    def keep(self, seq_ids: Any, position: int, confidence: Any) -> Any:
+    def stops_early(self, drafter: str) -> bool:
+        return True
+
+    def continue_drafting(self, seq_ids: Any, position: int, confidence: Any) -> Any:
         return np.full(len(seq_ids), position < 2)
 
     def select(self, drafts: Any, view: BatchView) -> Mapping[int, int]:
@@ -247,7 +251,7 @@ def test_every_hook_of_a_policy_is_honoured() -> None:
     out = replay.run(policy, replay.World(always(4, lambda rows, tokens: 10.0), max_k=4))
     rows = [seq for feedback in policy.feedback for seq in feedback.sequences]
     assert {seq.num_drafts for seq in rows if seq.seq_id == 2} == {0}
-    assert max(seq.num_proposed for seq in rows) == 3     # `keep`
+    assert max(seq.num_proposed for seq in rows) == 3     # `continue_drafting`
     assert max(seq.num_drafts for seq in rows) == 2       # `select`
     shadows = [shadow for feedback in policy.feedback for shadow in feedback.shadows if shadow.seq_id == 2]
     assert max(shadow.num_confirmed for shadow in shadows) == 4

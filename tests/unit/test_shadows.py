@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.control.policy import BatchView, DraftView, Policy
+from headway.control.policy import AdaptivePolicy, BatchView, DraftView, Policy
 from headway.control.shadows import Shadows
 from headway.engine.engine import Engine
 from headway.types import Choice, Draft, Feedback, Request, SamplingParams, ShadowFeedback
@@ -84,7 +84,7 @@ def test_catching_up_is_counted() -> None:
     assert shadows.catch_up("ngram", 1, 11) == 10
 
 
-class Watch(Policy):
+class Watch(AdaptivePolicy):
     """Verifies half of each of the first drafter's drafts and only watches the second drafter."""
 
     def __init__(self) -> None:

@@ -9,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config import SpeculativeConfig
-from headway.control.policies.static import Static
 from headway.drafters import suffix
-from headway.drafters.drafter import Committed, DraftRequest
+from headway.drafters.drafter import Committed, DraftRequest, never_stop
 from headway.drafters.suffix import ResponseCache, Suffix
 from headway.errors import ConfigError
 from headway.types import Draft
 
-keep = Static().keep
 texts = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=30))
 histories = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size), min_size=1, max_size=80))
 all_options = st.builds(
@@ -70,7 +68,7 @@ def count_down(places: list[tuple[list[int], int]], limit: int, is_own: bool, fl
 
 
 def propose(drafter: Suffix, history: list[int], k: int, seq_id: int = 0) -> Draft:
-    return drafter.propose([DraftRequest(seq_id, history, 1, k, True)], keep)[0]
+    return drafter.propose([DraftRequest(seq_id, history, 1, k, True)], never_stop)[0]
 
 
 def finish(drafter: Suffix, seq_id: int, prompt: list[int], response: list[int]) -> None:

@@ -16,7 +16,7 @@ from headway.control.policy import BatchView, SequenceView
 from headway.control.trace import Trace, TraceWriter, read_trace
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
-from headway.types import DrafterFeedback, Feedback, Forecast, Request, SamplingParams, SequenceFeedback, ShadowFeedback
+from headway.types import DrafterFeedback, Feedback, Forecast, LookupFeedback, Request, SamplingParams, SequenceFeedback, ShadowFeedback
 from tests.tiny import tiny_model_dir
 
 HEADER = {"engine": "test", "max_k": 4, "drafters": ["suffix"]}
@@ -25,7 +25,7 @@ FEEDBACK = Feedback(
     sequences=(SequenceFeedback(7, "suffix", 4, 4, 3, 2, 100, (0.5, 0.25, 0.125)), SequenceFeedback(9, "none", 0, 0, 0, 0, 40)),
     num_prefill_tokens=11, num_tokens=16, num_context_tokens=151, draft_ms=0.25, verify_ms=10.5, step_ms=11.125, num_rows=3, num_waiting=6,
     policy_ms=0.125, reason="edge", forecast=Forecast(10.0, 3.5, 8.0), drafters=(DrafterFeedback("suffix", 2, 4, 0, 4, 0.25),),
-    shadows=(ShadowFeedback(9, "ngram", 0, 3, 1, (0.5, 0.25, 0.125), 38),), looks=((7, "ngram", 4, 2),),
+    shadows=(ShadowFeedback(9, "ngram", 0, 3, 1, (0.5, 0.25, 0.125), 38),), lookups=(LookupFeedback(7, "ngram", 4, 2),),
 )
 VIEW = BatchView(
     step=3,
@@ -133,13 +133,20 @@ def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
         (1, changed(k=[]), "line 2: the columns differ in length: .*k 0"),
         (1, changed(num_accepted=[3]), "line 2: needs num_accepted <= num_drafts"),
         (1, changed(drafter=[4]), "line 2: drafter must be a name, got 4"),
-        (1, changed(forecast=[1.0]), "line 2: drafting, shadows, looks or forecast"),
-        (1, changed(shadows=[[1, "ngram"]]), "line 2: drafting, shadows, looks or forecast"),
+        (1, changed(forecast=[1.0]), "line 2: drafting, shadows, lookups or forecast"),
+        (1, changed(shadows=[[1, "ngram"]]), "line 2: drafting, shadows, lookups or forecast"),
     ],
 )
 def test_a_foreign_or_damaged_file_is_named(tmp_path: Path, line: int, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_trace(damaged(tmp_path / "t", line, text))
+
+
+def test_lookups_are_read_by_their_older_name(tmp_path: Path) -> None:
+    lines = written(tmp_path / "t", FEEDBACK)
+    assert '"lookups"' in lines[1]
+    (tmp_path / "t").write_text("\n".join(lines).replace('"lookups"', '"looks"') + "\n", encoding="utf-8")
+    assert read_trace(tmp_path / "t").steps[0].feedback.lookups == FEEDBACK.lookups
 
 
 def test_a_cut_last_line_says_what_is_left(tmp_path: Path) -> None:

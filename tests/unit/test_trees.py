@@ -11,7 +11,7 @@ import pytest
 
 from headway import native
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.drafters.drafter import Drafter, DraftRequest, Keep
+from headway.drafters.drafter import ContinueDrafting, Drafter, DraftRequest
 from headway.engine.engine import Engine
 from headway.engine.runner import Runner
 from headway.errors import ConfigError
@@ -29,7 +29,7 @@ class Knowing(Drafter):
 
     tree_size = SIZE
 
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         return [self._tree(request) for request in requests]
 
     def _tree(self, request: DraftRequest) -> Draft:

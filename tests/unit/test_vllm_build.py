@@ -16,7 +16,7 @@ from headway.vllm import compat
 from headway.vllm.build import Parts, build, refuse_data_parallel
 from headway.vllm.kept import LEAST_STEPS, SAVE_BUSY_S, SAVE_EVERY_S, path_of
 from headway.vllm.settings import Settings
-from tests.unit.test_vllm_pilot import Engine, Recorder, request
+from tests.unit.test_vllm_adapter import Engine, Recorder, request
 
 
 def scheduler(method: str | None = "ngram", data_parallel_size: int = 1, is_async: bool = False, **headway: Any) -> Any:
@@ -38,7 +38,7 @@ def built(*args: Any, **kwargs: Any) -> Parts:
 
 def test_at_work() -> None:
     parts = built()
-    assert parts.pilot is not None
+    assert parts.adapter is not None
     assert (parts.counters.off, parts.counters.policy, parts.counters.drafter, parts.counters.max_k) == ("", "goodput", "ngram", 4)
     assert not parts.drafts_all
 
@@ -46,7 +46,7 @@ def test_at_work() -> None:
 @pytest.mark.parametrize(("given", "reason"), [({"enabled": False}, "enabled"), ({"method": None}, "speculative-config")])
 def test_off(given: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture) -> None:
     parts = built(**given)
-    assert parts.pilot is None
+    assert parts.adapter is None
     assert reason in parts.counters.off
     assert "Headway is off" in caplog.text
 
@@ -62,7 +62,7 @@ def test_a_vllm_that_is_not_what_was_expected_does_without(caplog: pytest.LogCap
     engine = scheduler(costs="off")
     del engine.vllm_config.scheduler_config.async_scheduling
     parts = build(engine, "0.40.0")
-    assert parts.pilot is None
+    assert parts.adapter is None
     assert (parts.counters.off, parts.counters.num_errors) == ("vLLM 0.40.0 is not what was expected: AttributeError", 1)
     assert "async_scheduling" in caplog.text
 
@@ -77,7 +77,7 @@ def test_data_parallel_ranks_must_not_disagree(method: str) -> None:
     with pytest.raises(ConfigError, match="hang"):
         built(method, data_parallel_size=2)
     refuse_data_parallel(method, 1)
-    assert built("ngram", data_parallel_size=2).pilot is not None
+    assert built("ngram", data_parallel_size=2).adapter is not None
 
 
 def test_what_was_learned_is_kept_between_starts(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_what_was_learned_is_kept_between_starts(tmp_path: Path) -> None:
     saved = json.loads(path.read_text())
     for damaged in ("damaged", "[]", json.dumps(saved | {"costs": {}}), json.dumps(saved | {"learned": {"ngram": {"worth": "x"}}})):
         path.write_text(damaged)
-        assert built(costs=str(path)).pilot is not None
+        assert built(costs=str(path)).adapter is not None
 
 
 @pytest.mark.parametrize(("idle", "wait_s"), [(True, SAVE_EVERY_S), (False, SAVE_BUSY_S)])
@@ -129,8 +129,8 @@ def test_a_file_per_model_and_machine(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_trace_is_written(tmp_path: Path) -> None:
     engine = scheduler(trace=str(tmp_path / "trace.jsonl"), costs="off")
     parts = build(engine, "0.32.0")
-    assert parts.pilot is not None
-    engine.pilot = parts.pilot
+    assert parts.adapter is not None
+    engine.adapter = parts.adapter
     engine.add(request("a", [1, 2, 3]))
     engine.step({"a": [7, 8]}, a=[6])
     engine.step({}, a=[7, 8, 9])

@@ -12,7 +12,7 @@ import numpy as np
 from headway.control.policies.goodput import Goodput
 from headway.drafters.suffix import ResponseCache, Suffix
 from headway.vllm.proposer import Proposer
-from tests.unit.test_vllm_pilot import Engine, FakeRequest, request
+from tests.unit.test_vllm_adapter import Engine, FakeRequest, request
 from tests.unit.test_vllm_proposer import MAX_LEN, make
 
 NUM_LIVE = 6
@@ -100,10 +100,10 @@ def test_nothing_is_kept_of_requests_that_ended() -> None:
         engine.draft({it.request_id: draft for it, draft in zip(rows, found, strict=True) if draft})
 
     run(WARM, traffic, engine, propose)
-    ours, theirs = entries(engine.pilot, engine.counters), entries(proposer)
+    ours, theirs = entries(engine.adapter, engine.counters), entries(proposer)
     run(MORE, traffic, engine, propose)
     assert engine.counters.num_verified_drafts > 100
-    assert entries(engine.pilot, engine.counters) < SLACK * ours
+    assert entries(engine.adapter, engine.counters) < SLACK * ours
     assert entries(proposer) < SLACK * theirs
 
 

@@ -107,8 +107,8 @@ def test_overlapping_steps_with_preemption_and_aborts(loop: Loop) -> None:
     assert loop.drafted
     assert max(loop.drafted) <= MAX_K
     assert counters.num_verified_drafts > 100
-    assert not scheduler._pilot._flights
-    assert len(scheduler._pilot._requests) <= 1
+    assert not scheduler._adapter._flights
+    assert len(scheduler._adapter._requests) <= 1
     mean_k = counters.num_verified_drafts / counters.num_sampling_rows
     assert mean_k > 2.0 if loop.rate > 0.5 else mean_k < 2.0
 
@@ -121,7 +121,7 @@ def test_an_error_in_the_controller_leaves_vllm_at_work(loop: Loop) -> None:
     for i in range(6):
         loop.scheduler.add_request(make(f"r{i}", 40, 60))
         loop.turn()
-    loop.scheduler._pilot.chooser.place = fail
+    loop.scheduler._adapter.chooser.place = fail
     loop.drain()
     assert loop.scheduler._parts.counters.num_errors == 1
     assert sum(loop.written.values()) == 6 * 60

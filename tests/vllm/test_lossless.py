@@ -43,14 +43,14 @@ def with_headway(offline: Offline, speculative: dict[str, Any] = NGRAM, **kwargs
 def check_counters(llm: Any, num_tokens: int) -> None:
     """Every token is a row's own or an accepted draft; nothing went wrong; nothing is left."""
     scheduler = scheduler_of(llm)
-    counters, pilot = scheduler._parts.counters, scheduler._pilot
+    counters, adapter = scheduler._parts.counters, scheduler._adapter
     assert (counters.off, counters.num_errors, counters.num_fallback_steps) == ("", 0, 0)
     accepted = sum(accepted * rows for (_, _, accepted, _), rows in counters.verified.items())
     assert counters.num_sampling_rows + accepted == num_tokens
     assert counters.num_verified_drafts == sum(drafts * rows for (_, drafts, _, _), rows in counters.verified.items())
     assert accepted > 0, "nothing was ever accepted: the test proves nothing"
-    assert not pilot._flights
-    assert len(pilot._requests) <= len(scheduler.requests) + 1
+    assert not adapter._flights
+    assert len(adapter._requests) <= len(scheduler.requests) + 1
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,8 @@ def test_aborts_between_steps(offline: Offline) -> None:
     scheduler = scheduler_of(llm)
     assert (scheduler._parts.counters.num_errors, scheduler._parts.counters.off) == (0, "")
     assert written(llm, ["One, two,"])
-    assert len(scheduler._pilot._requests) <= 1
-    assert len(scheduler._pilot.chooser.shadows._live) <= 1
+    assert len(scheduler._adapter._requests) <= 1
+    assert len(scheduler._adapter.chooser.shadows._live) <= 1
 
 
 @pytest.mark.parametrize("broken", ["trim", "observe"])
@@ -170,7 +170,7 @@ def test_an_error_in_the_controller_costs_speed_and_not_text(
         calls.append(args)
         raise RuntimeError("on purpose")
 
-    setattr(scheduler._pilot.chooser, broken, fail)
+    setattr(scheduler._adapter.chooser, broken, fail)
     assert written(llm, prompts()) == plain
     counters = scheduler._parts.counters
     assert len(calls) == counters.num_errors == 1

@@ -33,14 +33,14 @@ def main(args: argparse.Namespace) -> int:
     load = read_fields(args, LoadOptions)
     config, settings = engine_config(args)
 
-    from headway.bench import environment, physics, report, throughput
+    from headway.bench import environment, report, roofline, throughput
     from headway.engine.engine import Engine
 
     output = report.check_output(args.output)
     engine = Engine(config, progress=True)
     ready_s = environment.seconds_since_start()
     load_peak = environment.peak_memory_bytes()
-    limits = physics.measure(engine.model)
+    limits = roofline.measure(engine.model)
     environment.forget_peak_memory()   # of the measurement itself
     dtype = str(engine.model.dtype).removeprefix("torch.")
     ready = f", ready {ready_s:.1f} s after the start of the process" if ready_s is not None else ""
@@ -53,12 +53,12 @@ def main(args: argparse.Namespace) -> int:
     share = None
     if load.arrivals == "closed" and load.concurrency == 1 and config.speculative is None and run.mean_tpot_ms > 0:
         # The memory of a shared machine is not equally fast at all times: measured before and after, the better one is the ceiling.
-        limits = physics.measure(engine.model, limits.bandwidth)
+        limits = roofline.measure(engine.model, limits.bandwidth)
         context = sum(record.num_prompt_tokens + record.num_output_tokens / 2 for record in run.records) / len(run.records)
         share = limits.share(run.mean_tpot_ms, context)
         print(f"decoding reached {share:.0%} of the ceiling of {limits.bandwidth / 1e9:.1f} GB/s at {context:.0f} tokens of context")
     result = report.document(
-        "throughput", command_line(args), **run.summary(), physics=limits.to_json(), ceiling_share=share, ready_s=ready_s,
+        "throughput", command_line(args), **run.summary(), roofline=limits.to_json(), ceiling_share=share, ready_s=ready_s,
         peak_memory_bytes=max(load_peak, environment.peak_memory_bytes()),
         kv_cache_bytes=engine.scheduler.pool.num_blocks * config.block_size * limits.kv_bytes_per_token, load=dataclasses.asdict(load),
         config=config_json(settings), dtype=dtype, device=str(engine.model.device),

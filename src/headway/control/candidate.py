@@ -52,7 +52,7 @@ class Watched:
 
 class Candidate:
     def __init__(self, view: DrafterView, max_k: int, costs: CostModel) -> None:
-        self.name, self.deterministic, self.sunk, self.stepwise = view.name, view.deterministic, view.sunk, view.stepwise
+        self.name, self.deterministic, self.drafts_ahead, self.stepwise = view.name, view.deterministic, view.drafts_ahead, view.stepwise
         self.max_k = max_k
         self.worth = Worth()
         self.account = Account()
@@ -96,7 +96,7 @@ class Candidate:
     def first_depth(self) -> int | None:
         """How many drafts to ask for while it is not known what depth costs: that shows only when it varies."""
         times = self._costs.num_drafted(self.name)
-        if not self.is_new or self.was_known or (self._costs.is_known and (self.sunk or times >= _FIRST_TIMES)):
+        if not self.is_new or self.was_known or (self._costs.is_known and (self.drafts_ahead or times >= _FIRST_TIMES)):
             return None
         return min(self.max_k, _FIRST_DEPTHS[times % len(_FIRST_DEPTHS)])
 

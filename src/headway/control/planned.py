@@ -26,8 +26,8 @@ _SHADOW_DEPTH = 2   # drafts of a shadow whose drafter takes time for each
 
 
 @lru_cache(maxsize=1024)
-def choice(name: str, k: int, first: tuple[Choice, ...] = ()) -> Choice:
-    return Choice(name, k, first)
+def choice(name: str, k: int, lookups: tuple[Choice, ...] = ()) -> Choice:
+    return Choice(name, k, lookups)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ A policy wishes, the scheduler clamps. It sees numbers only: no tensors, no bloc
 Losslessness is part of the contract. When drafts are sampled, whether draft position j is verified may depend on the
 prefix before j, on prefix-only functions of the draft distribution at j (`confidence`), and on statistics fixed before
 the token at j was drawn; never on the token drawn at j or its probability. Deterministic drafts and greedy requests
-are free of this. Whether a drafter that samples is asked at all may depend on deterministic drafts of others (`take`):
+are free of this. Whether a drafter that samples is asked at all may depend on deterministic drafts of others (lookups):
 they are functions of the prefix, and nothing was drawn yet. `DraftView` carries nothing that could break the rule, and
 tests/unit/test_anticipation.py shows what happens to the output distribution when a drafter smuggles it in.
 """
@@ -30,8 +30,8 @@ class DrafterView:
 
     name: str
     deterministic: bool         # its drafts are always a function of the prefix; else only those of greedy requests are
-    sunk: bool = False          # it drafts to max_k before it is asked: what is asked for only bounds what is verified
-    stepwise: bool = False      # it asks `keep` before it predicts a further token, so stopping saves time
+    drafts_ahead: bool = False  # it drafts to max_k before it is asked: what is asked for only bounds what is verified
+    stepwise: bool = False      # it asks `continue_drafting` before it predicts a further token, so stopping saves time
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Setup:
     drafters: tuple[DrafterView, ...]   # in the user's order of preference
     max_k: int                          # num_speculative_tokens: the hard upper bound
     costs: CostModel                    # of this machine, profiled when the policy `needs_costs`, else empty; the policy's own from now on
-    kept: Mapping[str, Any] | None = None   # what `to_json` of the same policy gave in an earlier run
+    learned: Mapping[str, Any] | None = None   # what `Policy.learned` of the same policy gave in an earlier run
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +92,49 @@ class DraftView:
 
 
 class Policy(ABC):
-    """Decides how much to speculate. One abstract method; the other hooks default to "as planned".
+    """Decides how much to speculate: `plan` before drafting, `select` before verification, `observe` after the step.
 
-    A policy that has options declares a frozen dataclass `Options` in its file and takes one in `__init__`.
+    Only `plan` must be written. A policy that has options declares a frozen dataclass `Options` in its file and takes one in `__init__`.
+    A policy that also compares drafters or stops them while they draft is an `AdaptivePolicy`.
     """
 
     name: str = ""
     needs_costs: ClassVar[bool] = False   # start it with a measured cost model
 
-    # What the policy tells about itself: read after `select`, written into the step's Feedback.
+    # What the policy says about itself: read after `select`, written into the step's Feedback.
     reason: str = ""                      # why it last changed what it does: "one of a few phrases" or "a phrase: with numbers"
     forecast: Forecast | None = None      # what it expects of the step it has just chosen
 
     def start(self, setup: Setup) -> None:
-        """Once, before the first step."""
+        """Once, before the first step. Raises ValueError, TypeError or KeyError for a `setup.learned` that it cannot read."""
         return
-
-    def rests(self, step: int) -> bool:
-        """Whether it is settled that `plan` asks nobody in this step to come: nobody need draft for it, and `plan` may be left out."""
-        return False
 
     @abstractmethod
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
         """Before drafting: seq_id -> Choice. A sequence left out gets k = 0. Only decoding sequences are honoured."""
+
+    def select(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, int]:
+        """After drafting: seq_id -> how many of its drafts to verify. A sequence left out has all of them verified."""
+        return {}
+
+    def observe(self, feedback: Feedback) -> None:
+        """After the step: what happened."""
+        return
+
+    def learned(self) -> dict[str, Any]:
+        """What a later start may begin with, beside the cost model: JSON, handed over as `Setup.learned`. Called between steps.
+
+        Whoever runs the policy may ignore it.
+        """
+        return {}
+
+
+class AdaptivePolicy(Policy):
+    """A policy with a say in more of the step. The defaults of its hooks do what is done for every other policy."""
+
+    def rests(self, step: int) -> bool:
+        """Whether it is settled that `plan` asks nobody in this step to come: nobody need draft for it, and `plan` may be left out."""
+        return False
 
     def shadow(self, view: BatchView) -> Mapping[int, Choice]:
         """After `plan`: drafts to make but not to verify, seq_id -> Choice; see `ShadowFeedback` for what comes back.
@@ -123,22 +143,23 @@ class Policy(ABC):
         """
         return {}
 
-    def take(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, str]:
-        """After the drafters in `Choice.first` were looked at, before any other is asked: seq_id -> which of them drafts for this sequence.
+    def choose_lookup(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, str]:
+        """After the drafters in `Choice.lookups` were asked, before any other is: seq_id -> which of them drafts for this sequence.
 
-        A sequence left out goes on to the drafter of its `Choice`. One that is not stays with the draft taken, also when that is empty:
-        then nobody drafts for it in this step.
+        A sequence left out goes on to the drafter of its `Choice`. One that is not stays with the lookup chosen, also when that is empty:
+        then nobody drafts for it in this step. Default: the first drafter in the user's order that found something.
 
         drafts  those that were found and are not empty; several of one sequence in the user's order of preference
         """
         return {draft.seq_id: draft.drafter for draft in reversed(drafts)}
 
-    def listens(self, drafter: str) -> bool:
-        """Whether `keep` is to be asked while `drafter` drafts in this step: where nobody is, several tokens can be predicted in one go."""
-        return type(self).keep is not Policy.keep
+    def stops_early(self, drafter: str) -> bool:
+        """Whether `continue_drafting` is to be asked while `drafter` drafts in this step. Where it is not, several tokens can be predicted
+        in one go. Default: no. A policy that writes its own `continue_drafting` says yes here."""
+        return False
 
-    def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """While drafting: which of these sequences should go on behind `position` (0-based)?
+    def continue_drafting(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """While drafting: which of these sequences should go on behind `position` (0-based)? Default: all of them.
 
         The token at `position` is drafted already: what it is drawn from had to be computed to know this confidence.
 
@@ -146,17 +167,12 @@ class Policy(ABC):
         """
         return np.ones(len(seq_ids), dtype=np.bool_)
 
-    def select(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, int]:
-        """After drafting: seq_id -> how many of its drafts to verify. A sequence left out keeps all of them."""
+
+class _Defaults(AdaptivePolicy):
+    def plan(self, view: BatchView) -> Mapping[int, Choice]:
         return {}
 
-    def observe(self, feedback: Feedback) -> None:
-        """After the step: what happened."""
-        return
 
-    def to_json(self) -> dict[str, Any]:
-        """What is worth keeping for the next start, beside the cost model: JSON, given to it as `Setup.kept`. Called between steps.
-
-        Whoever runs the policy may ignore it. `start` raises ValueError, TypeError or KeyError for what it cannot read.
-        """
-        return {}
+def hooks_of(policy: Policy) -> AdaptivePolicy:
+    """Where to call the hooks of `AdaptivePolicy`: the policy itself when it is one, else their defaults."""
+    return policy if isinstance(policy, AdaptivePolicy) else _Defaults()

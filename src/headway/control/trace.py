@@ -35,8 +35,8 @@ A step may also carry the following; unknown keys are ignored. A foreign engine 
     shadows                     per draft that was compared with what the target wrote later instead of being verified, as in
                                 `ShadowFeedback`: [seq_id, drafter, num_verified, num_drafts, num_confirmed, confidence, num_context];
                                 num_context, its known tokens when it was drafted, may be left out
-    looks                       per drafter that was looked at first and whose draft was not taken, as in `LookFeedback`:
-                                [seq_id, drafter, k, num_proposed]
+    lookups                     per drafter that was asked before another one and whose draft was not chosen, as in `LookupFeedback`:
+                                [seq_id, drafter, k, num_proposed]; older traces call them `looks`
     forecast                    [step_ms, num_tokens, plain_ms]: what the policy expected of the step, and of the same step without drafts
 """
 
@@ -54,7 +54,7 @@ from typing import Any
 
 from headway.control.policy import BatchView
 from headway.errors import ConfigError
-from headway.types import DrafterFeedback, Feedback, Forecast, LookFeedback, SequenceFeedback, ShadowFeedback
+from headway.types import DrafterFeedback, Feedback, Forecast, LookupFeedback, SequenceFeedback, ShadowFeedback
 
 FORMAT = "headway-trace"
 VERSION = 1
@@ -182,7 +182,7 @@ def _line(view: BatchView, feedback: Feedback, at_ms: float) -> dict[str, Any]:
             ]
             for part in feedback.shadows
         ],
-        "looks": feedback.looks,
+        "lookups": feedback.lookups,
         "forecast": None if forecast is None else [_ms(forecast.step_ms), _ms(forecast.num_tokens), _ms(forecast.plain_ms)],
     }
 
@@ -269,11 +269,11 @@ def _extras(record: Mapping[str, Any]) -> dict[str, Any]:
             "reason": str(record.get("reason", "")),
             "drafters": tuple(DrafterFeedback(*part) for part in record.get("drafting", ())),
             "shadows": tuple(map(_shadow, record.get("shadows", ()))),
-            "looks": tuple(map(_look, record.get("looks", ()))),
+            "lookups": tuple(map(_lookup, record.get("lookups", record.get("looks", ())))),
             "forecast": None if forecast is None else Forecast(*map(float, forecast)),
         }
     except (TypeError, ValueError, IndexError) as error:
-        raise _Wrong(f"drafting, shadows, looks or forecast: {error}") from error
+        raise _Wrong(f"drafting, shadows, lookups or forecast: {error}") from error
 
 
 def _shadow(part: Any) -> ShadowFeedback:
@@ -281,9 +281,9 @@ def _shadow(part: Any) -> ShadowFeedback:
     return ShadowFeedback(seq_id, drafter, num_verified, num_drafts, num_confirmed, _confidence(confidence), *num_context)
 
 
-def _look(part: Any) -> LookFeedback:
+def _lookup(part: Any) -> LookupFeedback:
     seq_id, drafter, k, num_proposed = part
-    return int(seq_id), str(drafter), int(k), int(num_proposed)
+    return LookupFeedback(int(seq_id), str(drafter), int(k), int(num_proposed))
 
 
 def _sequence(row: Mapping[str, Any]) -> SequenceFeedback:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.policy import Policy
 from headway.types import Draft
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from headway.models.config import ModelConfig
     from headway.models.decoder import Decoder
 
-Keep = Callable[[Sequence[int], int, NDArray[np.float64]], NDArray[np.bool_]]
-"""`Policy.keep`: (seq_ids, position, confidence [n]) -> which go on drafting behind that position."""
+ContinueDrafting = Callable[[Sequence[int], int, NDArray[np.float64]], NDArray[np.bool_]]
+"""`AdaptivePolicy.continue_drafting`: (seq_ids, position, confidence [n]) -> which go on drafting behind that position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,8 @@ class Drafter(ABC):
     hidden_layers: tuple[int, ...] = ()             # target layers whose hidden states `commit` wants; -1: after the final norm
     deterministic: bool = True                      # drafts are a function of the prefix (Draft.probs is None)
     tree_size: int = 0                              # drafts trees of at most so many nodes (Draft.parents); 0: chains
-    stepwise: bool = False                          # asks `keep` before it predicts a further token, so stopping saves time
+    stepwise: bool = False                          # asks before it predicts a further token, so stopping early saves time
+    reads_commits: ClassVar[bool] = False           # `commit` is to be called; a drafter that declares `hidden_layers` is told anyway
 
     def bind(self, context: DrafterContext) -> DrafterMemory:
         """What it will work for: reads configurations, no weights, and settles `hidden_layers`. Raises ConfigError or ModelError when
@@ -172,7 +172,7 @@ class Drafter(ABC):
         return
 
     @abstractmethod
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         """One draft per request, in order; a draft may be shorter than k, or empty."""
 
     def commit(self, committed: Sequence[Committed]) -> None:
@@ -184,31 +184,26 @@ class Drafter(ABC):
         return
 
 
-def keep_all(seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """The `Keep` that never stops a draft."""
+def never_stop(seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """The `ContinueDrafting` that lets every draft go on."""
     return np.ones(len(seq_ids), dtype=np.bool_)
 
 
-def keep_of(policy: Policy, drafter: str) -> Keep:
-    """What `drafter` asks in this step: the policy where it listens, else nobody."""
-    return policy.keep if policy.listens(drafter) else keep_all
-
-
-def apply_keep(requests: Sequence[DraftRequest], drafts: list[Draft], keep: Keep) -> list[Draft]:
+def stop_early(requests: Sequence[DraftRequest], drafts: list[Draft], continue_drafting: ContinueDrafting) -> list[Draft]:
     """Trims drafts that were made in one go (ngram, suffix) where the policy would have stopped: position by position it is
-    asked about the drafts that go on behind it and were kept so far."""
-    if keep is keep_all:
+    asked about the drafts that go on behind it and were not stopped so far."""
+    if continue_drafting is never_stop:
         return drafts
     lengths = np.array([len(draft.tokens) for draft in drafts], dtype=np.int64)
-    kept = np.minimum(lengths, 1)
+    stops = np.minimum(lengths, 1)
     confidence = np.full((len(drafts), int(lengths.max(initial=0))), np.nan)
     for i, draft in enumerate(drafts):
         if draft.confidence is not None:
             confidence[i, : len(draft.confidence)] = draft.confidence
     for position in range(confidence.shape[1] - 1):
-        asked = np.flatnonzero((lengths > position + 1) & (kept == position + 1))
+        asked = np.flatnonzero((lengths > position + 1) & (stops == position + 1))
         if len(asked) == 0:
             break
-        going = keep([requests[i].seq_id for i in asked.tolist()], position, confidence[asked, position])
-        kept[asked[going]] = position + 2
-    return [draft.truncated(length) for draft, length in zip(drafts, kept.tolist(), strict=True)]
+        going = continue_drafting([requests[i].seq_id for i in asked.tolist()], position, confidence[asked, position])
+        stops[asked[going]] = position + 2
+    return [draft.truncated(length) for draft, length in zip(drafts, stops.tolist(), strict=True)]

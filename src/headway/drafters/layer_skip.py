@@ -28,7 +28,7 @@ from torch import Tensor
 from headway.config import option
 from headway.drafters.core.chain import SampleOptions
 from headway.drafters.core.model_chain import ChainDrafter
-from headway.drafters.drafter import Committed, DrafterContext, DrafterMemory, DraftRequest, Keep, Target
+from headway.drafters.drafter import Committed, ContinueDrafting, DrafterContext, DrafterMemory, DraftRequest, Target
 from headway.errors import ConfigError
 from headway.models.attention_plan import Row as Span
 from headway.types import Draft
@@ -115,9 +115,9 @@ class LayerSkip(ChainDrafter):
     # -- exit and length ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         if not requests or self.options.layer_skip_exit is not None:
-            return super().propose(requests, keep)
+            return super().propose(requests, continue_drafting)
         contexts = [self._context(request.seq_id) for request in requests]
         self._look([context for context in contexts if context.seen is not None])
         plan = self._plan(contexts, [request.k for request in requests])
@@ -126,7 +126,7 @@ class LayerSkip(ChainDrafter):
         drafts = [Draft([]) for _ in requests]
         going = [i for i, length in enumerate(plan.lengths) if length > 0]
         asked = [_shortened(requests[i], plan.lengths[i]) for i in going]
-        for i, draft in zip(going, super().propose(asked, keep) if asked else [], strict=True):
+        for i, draft in zip(going, super().propose(asked, continue_drafting) if asked else [], strict=True):
             drafts[i] = draft
         for context, length in zip(contexts, plan.lengths, strict=True):
             context.due = min(context.due, SHADOW_INTERVAL if length else IDLE_INTERVAL) - 1

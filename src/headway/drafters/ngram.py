@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from headway.config import option
 from headway.drafters.core.ngram_index import NgramIndex, acceptance
-from headway.drafters.drafter import Drafter, DraftRequest, Keep, apply_keep
+from headway.drafters.drafter import ContinueDrafting, Drafter, DraftRequest, stop_early
 from headway.errors import ConfigError
 from headway.types import Draft
 
@@ -51,8 +51,8 @@ class Ngram(Drafter):
         self._orders = range(shortest, longest + 1)
         self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
-        return apply_keep(requests, [self._draft(request) for request in requests], keep)
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
+        return stop_early(requests, [self._draft(request) for request in requests], continue_drafting)
 
     def stop(self, seq_id: int) -> None:
         self._indices.pop(seq_id, None)

@@ -21,7 +21,7 @@ from itertools import islice
 
 from headway.config import option
 from headway.drafters.core.ngram_index import OWN_ESCAPE, SEPARATOR, NgramIndex, acceptance
-from headway.drafters.drafter import Committed, Drafter, DraftRequest, Keep, apply_keep
+from headway.drafters.drafter import Committed, ContinueDrafting, Drafter, DraftRequest, stop_early
 from headway.errors import ConfigError
 from headway.types import Draft
 
@@ -68,6 +68,8 @@ class ResponseCache:
 
 
 class Suffix(Drafter):
+    reads_commits = True
+
     @dataclass(frozen=True)
     class Options:
         """Names and defaults are vLLM's."""
@@ -94,8 +96,8 @@ class Suffix(Drafter):
         self._indices: dict[int, NgramIndex] = {}
         self._committed: dict[int, Committed] = {}
 
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
-        return apply_keep(requests, [self._draft(request) for request in requests], keep)
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
+        return stop_early(requests, [self._draft(request) for request in requests], continue_drafting)
 
     def commit(self, committed: Sequence[Committed]) -> None:
         # Indexing waits for the next draft or for `stop`: a sequence that does not speculate costs nothing here.

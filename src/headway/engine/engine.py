@@ -21,10 +21,10 @@ from torch import Tensor
 
 from headway import __version__
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.control.policy import BatchView, Policy
+from headway.control.policy import BatchView, Policy, hooks_of
 from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
-from headway.drafters.drafter import Committed, Drafter, Target
+from headway.drafters.drafter import Committed, Target
 from headway.engine import admission, prompt_logprobs
 from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
 from headway.engine.experience import Experience
@@ -209,7 +209,7 @@ class Engine:
         if self.policy is None:
             return {}, {}
         began = time.perf_counter()
-        wishes, shadow_wishes = self.policy.plan(view), self.policy.shadow(view)
+        wishes, shadow_wishes = self.policy.plan(view), hooks_of(self.policy).shadow(view)
         clock.deciding += time.perf_counter() - began
         return wishes, shadow_wishes
 
@@ -268,18 +268,18 @@ class Engine:
             if drafter.hidden_layers:
                 layers = [out.layers[self.runner.hidden_layers.index(layer)] for layer in drafter.hidden_layers]
                 drafter.commit([_committed(*what, layers) for what in kept])
-            elif type(drafter).commit is not Drafter.commit:
+            elif drafter.reads_commits:
                 alike = alike if alike is not None else [_committed(*what, ()) for what in kept]
                 drafter.commit(alike)
         for seq in finished:
             self._forget(seq)
         return deltas
 
-    def _write(self, row: Row, draft: Draft | None, verdict: Verdict, num_kept: int) -> OutputDelta:
+    def _write(self, row: Row, draft: Draft | None, verdict: Verdict, num_committed: int) -> OutputDelta:
         """Tokens -> text; a stop string ends the sequence at the token that completes it."""
         seq = row.seq
         text_output = self._texts[seq.seq_id]
-        tokens = verdict.tokens[:num_kept]
+        tokens = verdict.tokens[:num_committed]
         # The token that ended the sequence belongs to its ids, not to its text.
         ended_by_token = seq.finish_reason == "stop"
         hide_last = ended_by_token and not seq.params.include_stop_str_in_output
@@ -355,7 +355,7 @@ class Engine:
             policy_ms=(clock.deciding + self._observe_s) * 1e3,
             drafters=tuple(proposed.drafting),
             shadows=self._shadows.resolved(),
-            looks=tuple(proposed.looks),
+            lookups=tuple(proposed.lookups),
             forecast=self.policy.forecast if self.policy else None,
             reason=self.policy.reason if self.policy else "",
         )

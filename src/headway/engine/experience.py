@@ -61,7 +61,7 @@ class Experience:
 
     def keep(self) -> None:
         """Takes over what the running policy has learned."""
-        if self._policy is not None and (learned := self._policy.to_json()):
+        if self._policy is not None and (learned := self._policy.learned()):
             self._policies[self._key] = learned
         self._policy = None
 

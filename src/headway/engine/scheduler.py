@@ -115,7 +115,7 @@ class Scheduler:
             if row.room > 0:
                 self._extend(row.seq, row.start + row.length + row.room)
 
-    def lend(self, seq: Sequence, num_drafts: int) -> None:
+    def reserve_scratch(self, seq: Sequence, num_drafts: int) -> None:
         """Blocks for drafts of a decoding sequence that nobody will verify, as far as any are free; `commit` takes them back."""
         missing = self.pool.blocks_for(seq.num_tokens + num_drafts) - len(seq.block_table)
         if missing > 0:
@@ -124,7 +124,7 @@ class Scheduler:
     # -- committing -----------------------------------------------------------------------------------------------
 
     def commit(self, row: Row, verdict: Verdict | None) -> int:
-        """Takes in what one row computed and wrote; returns how many new tokens the sequence kept.
+        """Takes in what one row computed and wrote; returns how many new tokens the sequence has.
 
             [start, start + length)                     known tokens, now computed
             [start + length, ... + num_accepted)        accepted drafts, now computed
@@ -133,18 +133,18 @@ class Scheduler:
         """
         seq = row.seq
         seq.num_computed = row.start + row.length
-        num_kept = 0
+        num_committed = 0
         if verdict is not None:
-            num_kept = self._append(seq, verdict.tokens)
-            seq.num_computed += min(verdict.num_accepted, num_kept - 1)
+            num_committed = self._append(seq, verdict.tokens)
+            seq.num_computed += min(verdict.num_accepted, num_committed - 1)
         if seq.status is Status.FINISHED:
-            return num_kept
+            return num_committed
         self.pool.publish(seq.token_ids, seq.num_computed, seq.block_table, seq.block_hashes)
         keep = self.pool.blocks_for(seq.num_computed)
         if len(seq.block_table) > keep:
             self.pool.release(seq.block_table[keep:])
             del seq.block_table[keep:]
-        return num_kept
+        return num_committed
 
     def check(self) -> None:
         """Raises AssertionError when bookkeeping is broken. Callable between any two steps."""
@@ -212,8 +212,8 @@ class Scheduler:
         wanted: dict[int, tuple[int, int]] = {}   # seq_id -> (k, draft tokens in all)
         for seq_id, choice in wishes.items():
             row = rows.get(seq_id)
-            if row is not None and row.seq.is_decoding and (choice.k > 0 or choice.first):
-                asked = [each for each in (choice, *choice.first) if each.k > 0 and each.drafter in self.drafters]
+            if row is not None and row.seq.is_decoding and (choice.k > 0 or choice.lookups):
+                asked = [each for each in (choice, *choice.lookups) if each.k > 0 and each.drafter in self.drafters]
                 allowed = self._k_allowed(row.seq)
                 k = min(choice.k, allowed) if choice in asked else 0
                 # A tree has its size at full depth, and as many nodes per level when it is less deep: so k has a price there, too.
@@ -228,19 +228,19 @@ class Scheduler:
             row.room = max(0, min(tokens, cap, room))
             row.k = min(k, row.room)
             row.drafter = wishes[seq_id].drafter if row.k else NO_DRAFT
-            if wishes[seq_id].first and row.room:
-                row.first = self._first(wishes[seq_id], min(row.room, self._k_allowed(row.seq)))
+            if wishes[seq_id].lookups and row.room:
+                row.lookups = self._lookups(wishes[seq_id], min(row.room, self._k_allowed(row.seq)))
             promised += self.pool.blocks_for(end + row.room) - held
 
-    def _first(self, choice: Choice, most: int) -> tuple[Choice, ...]:
-        """Who is looked at first, for at most `most` tokens each."""
+    def _lookups(self, choice: Choice, most: int) -> tuple[Choice, ...]:
+        """Who is asked before, for at most `most` tokens each."""
         return tuple([
             look if look.k <= most else Choice(look.drafter, most)
-            for look in choice.first if look.k > 0 and look.drafter in self.drafters and look.drafter != choice.drafter
+            for look in choice.lookups if look.k > 0 and look.drafter in self.drafters and look.drafter != choice.drafter
         ])  # fmt: skip
 
     def _append(self, seq: Sequence, tokens: list[int]) -> int:
-        """Appends up to and including the first token that ends the sequence; returns how many were kept."""
+        """Appends up to and including the first token that ends the sequence; returns how many were appended."""
         for count, token in enumerate(tokens, start=1):
             seq.token_ids.append(token)
             if token in seq.eos_token_ids or token in seq.stop_token_ids:

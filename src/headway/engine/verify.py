@@ -39,7 +39,7 @@ from headway.engine.sampler import Purpose, Sampler, Span, draw, token_logprobs,
 from headway.types import Draft, Row, Sequence, TokenLogprobs, Verdict
 
 
-class Candidate(NamedTuple):
+class VerifyRow(NamedTuple):
     """One sequence's drafts and where its 1 + len(tokens) rows start in the step's logits."""
 
     seq: Sequence
@@ -66,10 +66,10 @@ class Candidate(NamedTuple):
         return found
 
 
-class Decision(NamedTuple):
+class Acceptance(NamedTuple):
     """How many drafts were accepted, the token that follows them, and of a tree which nodes."""
 
-    kept: int
+    num_accepted: int
     token: int
     path: tuple[int, ...] | None = None
 
@@ -99,14 +99,14 @@ class Verifier:
 
         Raises ValueError for trees where the method judges chains, and for shapes that do not fit.
         """
-        candidates = self._candidates(logits, rows, drafts)
+        verify_rows = self._verify_rows(logits, rows, drafts)
         decide = self._synthetic if self.method == "synthetic" else self._mixed
-        decisions = decide(logits, candidates)
-        verdicts = [_verdict(c, decision) for c, decision in zip(candidates, decisions, strict=True)]
-        self._add_logprobs(logits, candidates, verdicts)
+        acceptances = decide(logits, verify_rows)
+        verdicts = [_verdict(c, acceptance) for c, acceptance in zip(verify_rows, acceptances, strict=True)]
+        self._add_logprobs(logits, verify_rows, verdicts)
         return verdicts
 
-    def _candidates(self, logits: Tensor, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None]) -> list[Candidate]:
+    def _verify_rows(self, logits: Tensor, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None]) -> list[VerifyRow]:
         out = []
         offset = 0
         for row, draft in zip(rows, drafts, strict=True):
@@ -119,44 +119,44 @@ class Verifier:
                 raise ValueError(f"the parents of {len(tokens)} drafts must come before them, got {parents}")
             if probs is not None and tuple(probs.shape) != (len(tokens), self.vocab_size):
                 raise ValueError(f"Draft.probs must be [{len(tokens)}, {self.vocab_size}], got {list(probs.shape)}")
-            out.append(Candidate(row.seq, tokens, probs, offset, parents))
+            out.append(VerifyRow(row.seq, tokens, probs, offset, parents))
             offset += 1 + len(tokens)
         if tuple(logits.shape) != (offset, self.vocab_size):
             raise ValueError(f"these rows and drafts need logits [{offset}, {self.vocab_size}], got {list(logits.shape)}")
         return out
 
-    def _mixed(self, logits: Tensor, candidates: list[Candidate]) -> list[Decision]:
-        """Each candidate by the rule its request and draft call for."""
-        weighed = [i for i, c in enumerate(candidates) if self._is_weighed(c)]
+    def _mixed(self, logits: Tensor, verify_rows: list[VerifyRow]) -> list[Acceptance]:
+        """Each row by the rule its request and draft call for."""
+        weighed = [i for i, c in enumerate(verify_rows) if self._is_weighed(c)]
         if not weighed:
-            return self._matching(logits, candidates)
-        decisions = {i: self._descend(logits, candidates[i]) for i in weighed if candidates[i].parents is not None}
-        weighed = [i for i in weighed if i not in decisions]
-        decisions |= zip(weighed, self._weighed(logits, [candidates[i] for i in weighed]), strict=True)
-        matched = [i for i in range(len(candidates)) if i not in decisions]
+            return self._matching(logits, verify_rows)
+        acceptances = {i: self._descend(logits, verify_rows[i]) for i in weighed if verify_rows[i].parents is not None}
+        weighed = [i for i in weighed if i not in acceptances]
+        acceptances |= zip(weighed, self._weighed(logits, [verify_rows[i] for i in weighed]), strict=True)
+        matched = [i for i in range(len(verify_rows)) if i not in acceptances]
         if matched:
-            chosen = [candidates[i] for i in matched]
+            chosen = [verify_rows[i] for i in matched]
             rows = [c.offset + j for c in chosen for j in range(1 + len(c.tokens))]
-            decisions.update(zip(matched, self._matching(logits[rows], chosen), strict=True))
-        return [decisions[i] for i in range(len(candidates))]
+            acceptances.update(zip(matched, self._matching(logits[rows], chosen), strict=True))
+        return [acceptances[i] for i in range(len(verify_rows))]
 
-    def _is_weighed(self, candidate: Candidate) -> bool:
+    def _is_weighed(self, row: VerifyRow) -> bool:
         """Whether acceptance looks at probabilities; the rest is decided by matching tokens."""
-        if not candidate.tokens or candidate.seq.params.greedy:
+        if not row.tokens or row.seq.params.greedy:
             return False
-        return candidate.probs is not None or self.method == "lossy_typical"
+        return row.probs is not None or self.method == "lossy_typical"
 
-    def _matching(self, logits: Tensor, candidates: list[Candidate]) -> list[Decision]:
-        """`logits`: the rows of these candidates only, in order."""
-        sampled = self.sampler.sample(logits, [span for c in candidates for span in c.spans()])
-        decisions = []
+    def _matching(self, logits: Tensor, verify_rows: list[VerifyRow]) -> list[Acceptance]:
+        """`logits`: the logits of these rows only, in order."""
+        sampled = self.sampler.sample(logits, [span for c in verify_rows for span in c.spans()])
+        acceptances = []
         row = 0
-        for c in candidates:
-            decisions.append(_matched(c, sampled[row : row + 1 + len(c.tokens)]))
+        for c in verify_rows:
+            acceptances.append(_matched(c, sampled[row : row + 1 + len(c.tokens)]))
             row += 1 + len(c.tokens)
-        return decisions
+        return acceptances
 
-    def _descend(self, logits: Tensor, c: Candidate) -> Decision:
+    def _descend(self, logits: Tensor, c: VerifyRow) -> Acceptance:
         """A sampled tree: see `siblings` above. Rows of `logits` are looked at as they are reached."""
         assert c.probs is not None
         spans, children = c.spans(), c.children()
@@ -172,24 +172,24 @@ class Verifier:
                 break
             path.append(below[accepted])
         number = uniforms([c.seq.seed], [position], Purpose.RESIDUAL if below else Purpose.TOKEN)
-        return Decision(len(path), draw(p, number)[0], tuple(path))
+        return Acceptance(len(path), draw(p, number)[0], tuple(path))
 
-    def _synthetic(self, logits: Tensor, candidates: list[Candidate]) -> list[Decision]:
+    def _synthetic(self, logits: Tensor, verify_rows: list[VerifyRow]) -> list[Acceptance]:
         """Accept draft j, given the ones before it, with its conditional rate; the final token is the target's own."""
-        kept = []
-        for c in candidates:
+        num_accepted = []
+        for c in verify_rows:
             length = min(len(c.tokens), len(self._rates))
             numbers = uniforms([c.seq.seed] * length, len(c.seq.token_ids) + np.arange(length), Purpose.SYNTHETIC)
-            kept.append(_first_refusal(numbers < np.array(self._rates[:length])))
-        spans = [Span(c.seq, c.tokens, n, 1) for c, n in zip(candidates, kept, strict=True)]
-        rows = [c.offset + n for c, n in zip(candidates, kept, strict=True)]
-        return [Decision(*pair) for pair in zip(kept, self.sampler.sample(logits[rows], spans), strict=True)]
+            num_accepted.append(_first_refusal(numbers < np.array(self._rates[:length])))
+        spans = [Span(c.seq, c.tokens, n, 1) for c, n in zip(verify_rows, num_accepted, strict=True)]
+        rows = [c.offset + n for c, n in zip(verify_rows, num_accepted, strict=True)]
+        return [Acceptance(*pair) for pair in zip(num_accepted, self.sampler.sample(logits[rows], spans), strict=True)]
 
-    def _weighed(self, logits: Tensor, candidates: list[Candidate]) -> Iterator[Decision]:
+    def _weighed(self, logits: Tensor, verify_rows: list[VerifyRow]) -> Iterator[Acceptance]:
         """Decisions that need the target's probabilities, in groups that fit the sampler's workspace."""
-        group: list[Candidate] = []
+        group: list[VerifyRow] = []
         size = 0
-        for c in candidates:
+        for c in verify_rows:
             if group and size + 1 + len(c.tokens) > self.sampler.block_rows:
                 yield from self._weigh(logits, group)
                 group, size = [], 0
@@ -198,45 +198,45 @@ class Verifier:
         if group:
             yield from self._weigh(logits, group)
 
-    def _weigh(self, logits: Tensor, group: list[Candidate]) -> list[Decision]:
+    def _weigh(self, logits: Tensor, group: list[VerifyRow]) -> list[Acceptance]:
         targets = [(c.offset + j, Position(c.seq, c.tokens, j)) for c in group for j in range(1 + len(c.tokens))]
         p = self.sampler.probabilities(logits, targets)
         if self.method == "lossy_typical":
-            kept = self._typical_lengths(p, group)
-            weights = p[_judges(group, kept)]
+            num_accepted = self._typical_lengths(p, group)
+            weights = p[_judges(group, num_accepted)]
         else:
             q = torch.cat([c.probs for c in group if c.probs is not None]).to(p)
-            kept, factors = _block_lengths(p, q, group) if self.method == "block" else _standard_lengths(p, q, group)
-            weights = _residuals(p, q, group, kept, factors)
-        positions = [len(c.seq.token_ids) + n for c, n in zip(group, kept, strict=True)]
-        purposes = [Purpose.TOKEN if n == len(c.tokens) else Purpose.RESIDUAL for c, n in zip(group, kept, strict=True)]
+            num_accepted, factors = _block_lengths(p, q, group) if self.method == "block" else _standard_lengths(p, q, group)
+            weights = _residuals(p, q, group, num_accepted, factors)
+        positions = [len(c.seq.token_ids) + n for c, n in zip(group, num_accepted, strict=True)]
+        purposes = [Purpose.TOKEN if n == len(c.tokens) else Purpose.RESIDUAL for c, n in zip(group, num_accepted, strict=True)]
         numbers = uniforms([c.seq.seed for c in group], positions, purposes)
-        return [Decision(*pair) for pair in zip(kept, draw(weights, numbers), strict=True)]
+        return [Acceptance(*pair) for pair in zip(num_accepted, draw(weights, numbers), strict=True)]
 
-    def _typical_lengths(self, p: Tensor, group: list[Candidate]) -> list[int]:
+    def _typical_lengths(self, p: Tensor, group: list[VerifyRow]) -> list[int]:
         """Medusa's rule: keep x while p(x) > min(threshold, alpha * exp(-entropy of p))."""
         threshold, alpha = self._typical
         rows, tokens = _draft_rows(group, p.device)
         likely = p[rows, tokens] > (alpha * torch.exp(-torch.special.entr(p[rows]).sum(-1))).clamp_(max=threshold)
         return [_first_refusal(part) for part in _split(likely.cpu().numpy(), group)]
 
-    def _add_logprobs(self, logits: Tensor, candidates: list[Candidate], verdicts: list[Verdict]) -> None:
+    def _add_logprobs(self, logits: Tensor, verify_rows: list[VerifyRow], verdicts: list[Verdict]) -> None:
         """Fills `Verdict.logprobs` where the request asks: each emitted token at its own position."""
         by_count: dict[int, list[int]] = {}
-        for i, c in enumerate(candidates):
+        for i, c in enumerate(verify_rows):
             if c.seq.params.logprobs is not None:
                 by_count.setdefault(c.seq.params.logprobs, []).append(i)
         for num_top, wanted in by_count.items():
-            rows = [candidates[i].offset + j for i in wanted for j in _judging_rows(verdicts[i])]
+            rows = [verify_rows[i].offset + j for i in wanted for j in _judging_rows(verdicts[i])]
             found = iter(token_logprobs(logits[rows], [token for i in wanted for token in verdicts[i].tokens], num_top))
             for i in wanted:
                 logprobs: list[TokenLogprobs] = [next(found) for _ in verdicts[i].tokens]
                 verdicts[i].logprobs = logprobs
 
 
-def _verdict(c: Candidate, decision: Decision) -> Verdict:
-    accepted = c.tokens[: decision.kept] if decision.path is None else [c.tokens[node] for node in decision.path]
-    return Verdict([*accepted, decision.token], decision.kept, path=decision.path)
+def _verdict(c: VerifyRow, acceptance: Acceptance) -> Verdict:
+    accepted = c.tokens[: acceptance.num_accepted] if acceptance.path is None else [c.tokens[node] for node in acceptance.path]
+    return Verdict([*accepted, acceptance.token], acceptance.num_accepted, path=acceptance.path)
 
 
 def _judging_rows(verdict: Verdict) -> list[int]:
@@ -244,22 +244,22 @@ def _judging_rows(verdict: Verdict) -> list[int]:
     return [0, *(1 + draft for draft in verdict.accepted(len(verdict.tokens)))]
 
 
-def _matched(c: Candidate, sampled: list[int]) -> Decision:
-    """`sampled`: the target's token at each of the candidate's rows."""
+def _matched(c: VerifyRow, sampled: list[int]) -> Acceptance:
+    """`sampled`: the target's token at each of the row's places."""
     if c.parents is None:
-        kept = 0
+        num_accepted = 0
         for token in c.tokens:
-            if token != sampled[kept]:
+            if token != sampled[num_accepted]:
                 break
-            kept += 1
-        return Decision(kept, sampled[kept])
+            num_accepted += 1
+        return Acceptance(num_accepted, sampled[num_accepted])
     following = {(parent, token): node for node, (parent, token) in enumerate(zip(c.parents, c.tokens, strict=True))}
     path: list[int] = []
     node = following.get((-1, sampled[0]))
     while node is not None:
         path.append(node)
         node = following.get((node, sampled[1 + node]))
-    return Decision(len(path), sampled[1 + path[-1] if path else 0], tuple(path))
+    return Acceptance(len(path), sampled[1 + path[-1] if path else 0], tuple(path))
 
 
 def _first_accepted(p: Tensor, q: Tensor | None, tokens: list[int], numbers: FloatArray) -> tuple[int | None, Tensor]:
@@ -310,7 +310,7 @@ def _first_refusal(accepted: NDArray[np.bool_]) -> int:
     return len(accepted) if accepted.all() else int(accepted.argmin())
 
 
-def _draft_rows(group: SequenceOf[Candidate], device: torch.device) -> tuple[Tensor, Tensor]:
+def _draft_rows(group: SequenceOf[VerifyRow], device: torch.device) -> tuple[Tensor, Tensor]:
     """For all drafts of a group in order: the row of the group's target distributions that judges it, and its token."""
     rows: list[int] = []
     start = 0
@@ -321,25 +321,25 @@ def _draft_rows(group: SequenceOf[Candidate], device: torch.device) -> tuple[Ten
     return torch.tensor(rows, device=device), torch.tensor(tokens, device=device)
 
 
-def _judges(group: SequenceOf[Candidate], kept: SequenceOf[int]) -> list[int]:
-    """For each candidate the row of the group's target distributions that follows its first `kept` drafts."""
+def _judges(group: SequenceOf[VerifyRow], num_accepted: SequenceOf[int]) -> list[int]:
+    """For each row which of the group's target distributions follows its first `num_accepted` drafts."""
     starts = np.cumsum([0] + [1 + len(c.tokens) for c in group])[:-1]
-    judges: list[int] = (starts + np.array(kept)).tolist()
+    judges: list[int] = (starts + np.array(num_accepted)).tolist()
     return judges
 
 
-def _split(values: NDArray[Any], group: SequenceOf[Candidate]) -> list[NDArray[Any]]:
-    """One entry per draft -> one array per candidate."""
+def _split(values: NDArray[Any], group: SequenceOf[VerifyRow]) -> list[NDArray[Any]]:
+    """One entry per draft -> one array per row."""
     ends = list(accumulate(len(c.tokens) for c in group))
     return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _probabilities_of_drafts(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[FloatArray, FloatArray]:
+def _probabilities_of_drafts(p: Tensor, q: Tensor, group: SequenceOf[VerifyRow]) -> tuple[FloatArray, FloatArray]:
     rows, tokens = _draft_rows(group, p.device)
     return p[rows, tokens].double().cpu().numpy(), q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double().cpu().numpy()
 
 
-def _standard_lengths(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[list[int], list[float]]:
+def _standard_lengths(p: Tensor, q: Tensor, group: SequenceOf[VerifyRow]) -> tuple[list[int], list[float]]:
     """Accept x with min(1, p(x)/q(x)), up to the first refusal: (lengths, the factors of p in the residual: all 1)."""
     target, draft = _probabilities_of_drafts(p, q, group)
     seeds = [c.seq.seed for c in group for _ in c.tokens]
@@ -348,7 +348,7 @@ def _standard_lengths(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tup
     return [_first_refusal(part) for part in _split(accepted, group)], [1.0] * len(group)
 
 
-def _block_lengths(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[list[int], list[float]]:
+def _block_lengths(p: Tensor, q: Tensor, group: SequenceOf[VerifyRow]) -> tuple[list[int], list[float]]:
     """Block verification: (lengths, the factors of p in the residual).
 
     With w_0 = 1, w_i = min(1, w_{i-1} p(x_i)/q(x_i)) and R_i = sum over x of max(w_i p(x | x_1..x_i) - q(x | x_1..x_i), 0), prefix i
@@ -363,12 +363,12 @@ def _block_lengths(p: Tensor, q: Tensor, group: SequenceOf[Candidate]) -> tuple[
     excess = (p[rows, : q.shape[1]] * scale).sub_(q).clamp_(min=0.0).sum(-1).double().cpu().numpy()
     seeds, starts = [c.seq.seed for c in group for _ in c.tokens], [len(c.seq.token_ids) for c in group for _ in c.tokens]
     numbers = uniforms(seeds, starts, np.concatenate([Purpose.BLOCK + np.arange(len(c.tokens)) for c in group]))
-    kept = []
+    num_accepted = []
     for ws, over, drawn in zip(factors, _split(excess, group), _split(numbers, group), strict=True):
         rests = [(r, r + 1.0 - w) for r, w in zip(over[1:].tolist(), ws[1:], strict=False)]
         passing = [r / scale if scale > 0.0 else 1.0 for r, scale in rests] + [ws[-1]]
-        kept.append(max((i for i, (u, h) in enumerate(zip(drawn.tolist(), passing, strict=True), 1) if u < h), default=0))
-    return kept, [ws[n] for ws, n in zip(factors, kept, strict=True)]
+        num_accepted.append(max((i for i, (u, h) in enumerate(zip(drawn.tolist(), passing, strict=True), 1) if u < h), default=0))
+    return num_accepted, [ws[n] for ws, n in zip(factors, num_accepted, strict=True)]
 
 
 def _prefix_weights(target: FloatArray, draft: FloatArray) -> list[float]:
@@ -379,14 +379,14 @@ def _prefix_weights(target: FloatArray, draft: FloatArray) -> list[float]:
     return weights
 
 
-def _residuals(p: Tensor, q: Tensor, group: SequenceOf[Candidate], kept: list[int], factors: list[float]) -> Tensor:
+def _residuals(p: Tensor, q: Tensor, group: SequenceOf[VerifyRow], num_accepted: list[int], factors: list[float]) -> Tensor:
     """What the token after the accepted drafts is drawn from, not rescaled: max(factor * p - q, 0), or p after a whole block."""
     lengths = np.array([len(c.tokens) for c in group])
-    weights = p[_judges(group, kept)]
-    refused = [b for b, n in enumerate(kept) if n < lengths[b]]
+    weights = p[_judges(group, num_accepted)]
+    refused = [b for b, n in enumerate(num_accepted) if n < lengths[b]]
     if refused:
         ours = weights[refused, : q.shape[1]]
-        theirs = q[(np.cumsum(lengths) - lengths + kept)[refused].tolist()]
+        theirs = q[(np.cumsum(lengths) - lengths + num_accepted)[refused].tolist()]
         scale = torch.tensor([factors[b] for b in refused], dtype=p.dtype, device=p.device).unsqueeze(-1)
         rest = (ours * scale).sub_(theirs).clamp_(min=0.0)
         # Nothing is left only when p = q up to rounding; then p itself is the limit.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.config import SpeculativeConfig
-from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, Keep
+from headway.drafters.drafter import Committed, ContinueDrafting, Drafter, DrafterContext, DrafterMemory, DraftRequest
 from headway.engine.engine import Engine
 from headway.train.data import Text, TextFile
 from headway.train.eagle3 import feature_layers
@@ -28,7 +28,7 @@ class Keeper(Drafter):
         self._most = 2 * context.max_num_seqs
         return DrafterMemory()
 
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         return [Draft([]) for _ in requests]
 
     def commit(self, committed: Sequence[Committed]) -> None:

@@ -88,7 +88,7 @@ def gather(trace: Trace, seed: int = 0) -> Evidence:
                 marks.setdefault((seq.seq_id, seq.drafter), _Marks()).see(position, seq)
                 drafted.setdefault(seq.drafter)
         at = {seq.seq_id: seq.num_context for seq in step.feedback.sequences}
-        for seq_id, drafter, k, num_proposed in step.feedback.looks:
+        for seq_id, drafter, k, num_proposed in step.feedback.lookups:
             if seq_id in at:
                 marks.setdefault((seq_id, drafter), _Marks()).limit(at[seq_id] - recorded[seq_id].num_prompt, num_proposed, k)
                 drafted.setdefault(drafter)

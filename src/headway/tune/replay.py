@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.control.costs import CostModel
-from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup
+from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup, hooks_of
 from headway.control.trace import Trace
-from headway.drafters.drafter import DraftRequest, apply_keep, keep_of
+from headway.drafters.drafter import DraftRequest, never_stop, stop_early
 from headway.errors import ConfigError
 from headway.tune.evidence import Evidence, Recorded, gather
-from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, LookFeedback, SequenceFeedback, ShadowFeedback
+from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, LookupFeedback, SequenceFeedback, ShadowFeedback
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 DEFAULT_BUDGET = 512
@@ -174,7 +174,7 @@ def _step(policy: Policy, world: World, live: list[_Live], num_waiting: int, out
                      world.evidence.drafters, world.max_k)
     decoding = [seq for seq in live if seq.decoding]
     before = [seq.num_context for seq in decoding]
-    wishes, watched = policy.plan(view), policy.shadow(view)
+    wishes, watched = policy.plan(view), hooks_of(policy).shadow(view)
     prefill, sampled = _prefill(live, world.token_budget - len(decoding))
     drafts, drafting, shadows, looks = _look(policy, world, view, decoding, wishes)
     asked, made = _draft(policy, world, [seq for seq in decoding if seq.record.seq_id not in drafts], wishes, watched)
@@ -207,7 +207,7 @@ def _step(policy: Policy, world: World, live: list[_Live], num_waiting: int, out
     out.num_steps += 1
     return Feedback(
         out.num_steps, tuple(sequences), prefill, num_tokens, context, draft_ms, rest, rest + draft_ms, num_rows, num_waiting,
-        drafters=tuple(drafting), shadows=tuple(shadows), looks=tuple(looks), forecast=policy.forecast, reason=policy.reason,
+        drafters=tuple(drafting), shadows=tuple(shadows), lookups=tuple(looks), forecast=policy.forecast, reason=policy.reason,
     )
 
 
@@ -237,12 +237,12 @@ _Proposal = tuple[str, int, int, int, tuple[float, ...] | None]   # drafter, k, 
 
 def _look(
     policy: Policy, world: World, view: BatchView, decoding: Sequence[_Live], wishes: Mapping[int, Choice]
-) -> tuple[dict[int, _Proposal], list[DrafterFeedback], list[ShadowFeedback], list[LookFeedback]]:
-    """The drafts of those that are looked at first, as far as they are taken; what looking costs; what was not taken, judged and told."""
+) -> tuple[dict[int, _Proposal], list[DrafterFeedback], list[ShadowFeedback], list[LookupFeedback]]:
+    """Lookups: the drafts that were chosen, what they cost, those that were not chosen, judged, and the record of these."""
     looks: dict[int, dict[str, _Proposal]] = {}
     costs = []
     for name in world.evidence.drafters:
-        ks = {seq.record.seq_id: look.k for seq in decoding for look in _first(wishes, seq) if look.drafter == name and look.k > 0}
+        ks = {seq.record.seq_id: look.k for seq in decoding for look in _lookups(wishes, seq) if look.drafter == name and look.k > 0}
         for seq in decoding:
             if (k := ks.get(seq.record.seq_id)) is not None:
                 looks.setdefault(seq.record.seq_id, {})[name] = _proposal(seq, name, k)
@@ -252,16 +252,17 @@ def _look(
     if not looks:
         return {}, [], [], []
     found = [(seq_id, each) for seq_id, mine in looks.items() for each in mine.values() if each[2]]
-    taken = policy.take([DraftView(seq_id, name, length, True, told) for seq_id, (name, _, length, _, told) in found], view)
+    views = [DraftView(seq_id, name, length, True, told) for seq_id, (name, _, length, _, told) in found]
+    taken = hooks_of(policy).choose_lookup(views, view)
     drafts = {seq_id: mine[taken[seq_id]] for seq_id, mine in looks.items() if taken.get(seq_id) in mine}
     left = [(seq_id, each) for seq_id, mine in looks.items() for each in mine.values() if drafts.get(seq_id) is not each]
     judged = [ShadowFeedback(seq_id, name, 0, length, right, told) for seq_id, (name, _, length, right, told) in left if length]
-    return drafts, costs, judged, [(seq_id, name, k, length) for seq_id, (name, k, length, _, _) in left]
+    return drafts, costs, judged, [LookupFeedback(seq_id, name, k, length) for seq_id, (name, k, length, _, _) in left]
 
 
-def _first(wishes: Mapping[int, Choice], seq: _Live) -> tuple[Choice, ...]:
+def _lookups(wishes: Mapping[int, Choice], seq: _Live) -> tuple[Choice, ...]:
     choice = wishes.get(seq.record.seq_id)
-    return () if choice is None else choice.first
+    return () if choice is None else choice.lookups
 
 
 def _proposal(seq: _Live, name: str, k: int) -> _Proposal:
@@ -275,7 +276,7 @@ def _draft(
 ) -> tuple[dict[int, _Proposal], list[DrafterFeedback]]:
     """What each drafter that is asked proposes, and what that costs."""
     found: dict[int, _Proposal] = {}
-    costs = []
+    costs, hooks = [], hooks_of(policy)
     for name in world.evidence.drafters:
         mine = [seq for seq in decoding if _asks(wishes, seq, name)]
         others = [seq for seq in decoding if _asks(watched, seq, name) and seq not in mine]
@@ -287,7 +288,7 @@ def _draft(
             length, _ = seq.record.drafts[name].draft(seq.position, k)
             requests.append(DraftRequest(seq.record.seq_id, [], seq.record.num_prompt, k, True))
             drafts.append(Draft([0] * length, confidence=_confidence(seq, name, length)))
-        drafts = apply_keep(requests, drafts, keep_of(policy, name))
+        drafts = stop_early(requests, drafts, hooks.continue_drafting if hooks.stops_early(name) else never_stop)
         for seq, request, draft in zip(mine, requests, drafts, strict=True):
             _, right = seq.record.drafts[name].draft(seq.position, request.k)
             confidence = tuple(draft.confidence) if draft.confidence is not None else None

@@ -11,10 +11,10 @@ from headway import __version__
 from headway.control.trace import TraceWriter
 from headway.errors import ConfigError
 from headway.vllm import compat
+from headway.vllm.adapter import Adapter
 from headway.vllm.chooser import Chooser
 from headway.vllm.counters import Counters
 from headway.vllm.kept import Kept, path_of
-from headway.vllm.pilot import Pilot
 from headway.vllm.settings import Settings
 from headway.vllm.telemetry import Sender
 
@@ -26,29 +26,29 @@ ALWAYS_ALL = ("suffix", "medusa")                               # vLLM asserts t
 
 @dataclass(slots=True)
 class Parts:
-    """`pilot` None: vLLM's scheduler runs unchanged; `counters.off` says why."""
+    """`adapter` None: vLLM's scheduler runs unchanged; `counters.off` says why."""
 
     counters: Counters
     sender: Sender
-    pilot: Pilot | None = None
+    adapter: Adapter | None = None
     drafts_all: bool = False
     kept: Kept | None = None
 
     def num_to_draft(self) -> int:
-        assert self.pilot is not None
-        k = self.pilot.num_to_draft()
+        assert self.adapter is not None
+        k = self.adapter.num_to_draft()
         return self.counters.max_k if self.drafts_all else k
 
     def keep(self, *, idle: bool) -> None:
         """Between two steps; `idle`: the server has no work."""
-        if self.pilot is not None and self.kept is not None:
-            self.kept.save_now_and_then(self.pilot.chooser.policy, idle=idle)
+        if self.adapter is not None and self.kept is not None:
+            self.kept.save_now_and_then(self.adapter.chooser.policy, idle=idle)
 
     def close(self) -> None:
-        if self.pilot is not None:
-            self.pilot.close()
+        if self.adapter is not None:
+            self.adapter.close()
             if self.kept is not None and not self.counters.off:
-                self.kept.save(self.pilot.chooser.policy)
+                self.kept.save(self.adapter.chooser.policy)
 
 
 def build(scheduler: Any, vllm_version: str) -> Parts:
@@ -60,7 +60,7 @@ def build(scheduler: Any, vllm_version: str) -> Parts:
     except ConfigError:
         raise
     except Exception as error:
-        parts.pilot, counters.off = None, f"vLLM {vllm_version} is not what was expected: {type(error).__name__}"
+        parts.adapter, counters.off = None, f"vLLM {vllm_version} is not what was expected: {type(error).__name__}"
         counters.num_errors += 1
         logger.exception("Headway is off: vLLM %s is not what was expected", vllm_version)
     return parts
@@ -82,23 +82,23 @@ def _assemble(parts: Parts, scheduler: Any, vllm_version: str) -> None:
         logger.warning("Headway was tested with vLLM %s; this is %s", " and ".join(compat.TESTED), vllm_version)
     parts.drafts_all = bool(config.scheduler_config.async_scheduling) or method in ALWAYS_ALL
     parts.kept = Kept(path_of(settings, config, method))
-    sunk = not config.scheduler_config.async_scheduling
-    chooser = _chooser(settings, method, scheduler.num_spec_tokens, parts.kept, sunk)
+    drafts_ahead = not config.scheduler_config.async_scheduling
+    chooser = _chooser(settings, method, scheduler.num_spec_tokens, parts.kept, drafts_ahead)
     trace = _trace(settings, config, method, scheduler, name)
-    parts.pilot = Pilot(scheduler, chooser, counters, trace=trace, copies=method == "ngram")
+    parts.adapter = Adapter(scheduler, chooser, counters, trace=trace, copies=method == "ngram")
     logger.info(
         "Headway %s chooses k <= %d for each request and step (%s over %s, %d steps of cost data)",
         __version__, scheduler.num_spec_tokens, name, method, parts.kept.costs.num_observed,
     )  # fmt: skip
 
 
-def _chooser(settings: Settings, method: str, max_k: int, kept: Kept, sunk: bool) -> Chooser:
+def _chooser(settings: Settings, method: str, max_k: int, kept: Kept, drafts_ahead: bool) -> Chooser:
     if kept.learned is not None:
         try:
-            return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, sunk=sunk, kept=kept.learned)
+            return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, drafts_ahead=drafts_ahead, learned=kept.learned)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning("what the policy learned before cannot be read: %r", error)
-    return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, sunk=sunk)
+    return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, drafts_ahead=drafts_ahead)
 
 
 def refuse_data_parallel(method: str, data_parallel_size: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.control.costs import CostModel
-from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup
+from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup, hooks_of
 from headway.control.shadows import Shadows
 from headway.types import NO_DRAFT, Choice, Draft, Feedback, SequenceFeedback, ShadowFeedback
 
@@ -87,11 +87,12 @@ class Chooser:
 
     def __init__(
         self, policy: Policy, drafter: str, max_k: int, costs: CostModel, *,
-        deterministic: bool = True, sunk: bool = True, kept: Mapping[str, Any] | None = None,
+        deterministic: bool = True, drafts_ahead: bool = True, learned: Mapping[str, Any] | None = None,
     ) -> None:
-        """`sunk`: drafts are made before they are chosen from (trim), as in `DrafterView`."""
+        """`drafts_ahead`: drafts are made before they are chosen from (trim), as in `DrafterView`."""
         self.policy, self.drafter, self.max_k = policy, drafter, max_k
-        policy.start(Setup((DrafterView(drafter, deterministic, sunk),), max_k, costs, kept))
+        policy.start(Setup((DrafterView(drafter, deterministic, drafts_ahead),), max_k, costs, learned))
+        self._hooks = hooks_of(policy)
         self.shadows = Shadows()
         self._deterministic = deterministic
         self._step = 0
@@ -105,7 +106,7 @@ class Chooser:
     @property
     def wants_drafts(self) -> bool:
         """Whether drafts made at the end of this step may be worth their time."""
-        return (self._num_quiet < QUIET or self._step % REST == 0) and not self.policy.rests(self._step + 1)
+        return (self._num_quiet < QUIET or self._step % REST == 0) and not self._hooks.rests(self._step + 1)
 
     def rest(self) -> None:
         """A step for which nothing was drafted, and nothing is to be decided: its outcome is only counted."""
@@ -133,7 +134,7 @@ class Chooser:
         for seq_id in (unverified[first:] + unverified[:first])[:SHADOWS]:
             self.shadows.compare(tracked[seq_id])   # not done while it rested
             self.shadows.add(tracked[seq_id], self.drafter, drafts[seq_id], decision.lengths.get(seq_id, 0))
-        for seq_id in self.policy.shadow(decision.view):
+        for seq_id in self._hooks.shadow(decision.view):
             if seq_id not in drafts and seq_id in tracked:
                 self.shadows.add(tracked[seq_id], self.drafter, Draft([]), 0)
 
@@ -148,7 +149,7 @@ class Chooser:
             return Decision(self._held.view, {seq_id: min(held.get(seq_id, usual), k) for seq_id, k in most.items()}), False
         began = time.perf_counter()
         view = self._view(sequences, load)
-        planned, wished = _clamped(self.policy.plan(view), view), _clamped(self.policy.shadow(view), view)
+        planned, wished = _clamped(self.policy.plan(view), view), _clamped(self._hooks.shadow(view), view)
         # Every draft is as long as it is asked to be, and nothing is known about it yet but statistics.
         proposed = {seq_id: Draft([-1] * choice.k) for seq_id, choice in planned.items() if choice.k > 0}
         decision = Decision(view, self._select(view, proposed), planned, proposed)

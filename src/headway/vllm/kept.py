@@ -26,7 +26,7 @@ SAVE_BUSY_S = 600.0   # while it has: a server that never rests may be killed, t
 
 
 class Kept:
-    """`costs` is the policy's own once it is started with it; `learned` is for `Setup.kept`."""
+    """`costs` is the policy's own once it is started with it; `learned` is for `Setup.learned`."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class Kept:
         partial = self._path.with_suffix(".partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"costs": self.costs.to_json(), "learned": policy.to_json()}), encoding="utf-8")
+            partial.write_text(json.dumps({"costs": self.costs.to_json(), "learned": policy.learned()}), encoding="utf-8")
             partial.replace(self._path)
         except OSError as error:
             self._path = None

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.drafters.drafter import Committed, Drafter, DraftRequest, keep_all
+from headway.drafters.drafter import Committed, Drafter, DraftRequest, never_stop
 from headway.drafters.ngram import Ngram
 from headway.drafters.suffix import Suffix
 from headway.types import Draft
@@ -154,7 +154,7 @@ class Proposer:
         best, most = [Draft([])] * len(known), [0.0] * len(known)
         for index, drafter in enumerate(self._drafters):
             trust = self._kept[index] / self._promised[index]
-            for i, draft in enumerate(drafter.propose(requests, keep_all)):
+            for i, draft in enumerate(drafter.propose(requests, never_stop)):
                 if draft.tokens:
                     expected = _expected(draft)
                     known[i].promised.append((index, draft.tokens, expected))

@@ -33,24 +33,24 @@ class _Lookup:
 
 
 class _Hooks:
-    """Calls the pilot around vLLM's methods. After an exception in it, vLLM's own methods are all that runs."""
+    """Calls the adapter around vLLM's methods. After an exception in it, vLLM's own methods are all that runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parts: Parts = build(self, vllm_version)
-        self._pilot = self._parts.pilot
-        if self._pilot is not None:
+        self._adapter = self._parts.adapter
+        if self._adapter is not None:
             self._vllm_lookup = getattr(self, "dynamic_sd_lookup", None)
             self.dynamic_sd_lookup: Any = _Lookup(self._num_to_draft)
 
     def _guarded(self, call: Callable[..., Any], *args: Any, default: Any = None, **kwargs: Any) -> Any:
-        if self._pilot is None:
+        if self._adapter is None:
             return default
         began = time.perf_counter()
         try:
             return call(*args, **kwargs)
         except Exception:
-            self._pilot = None
+            self._adapter = None
             self.dynamic_sd_lookup = self._vllm_lookup
             counters = self._parts.counters
             counters.num_errors += 1
@@ -65,14 +65,14 @@ class _Hooks:
         return k
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if self._pilot is not None:
-            self._guarded(self._pilot.read_output, scheduler_output, model_runner_output)
+        if self._adapter is not None:
+            self._guarded(self._adapter.read_output, scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """The last thing that `update_from_output` does: the requests are what the step made of them."""
-        if self._pilot is not None:
-            self._guarded(self._pilot.after_output)
+        if self._adapter is not None:
+            self._guarded(self._adapter.after_output)
         else:
             self._parts.counters.num_fallback_steps += 1
         idle = not self.has_unfinished_requests()  # type: ignore[attr-defined]
@@ -90,18 +90,18 @@ class HeadwayScheduler(_Hooks, SyncScheduler):  # type: ignore[misc]
     """Sync: drafts are there when they are chosen from (ngram, suffix, custom_class, medusa)."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        pilot = self._pilot
-        if pilot is not None:
-            self._guarded(pilot.before_schedule)
+        adapter = self._adapter
+        if adapter is not None:
+            self._guarded(adapter.before_schedule)
         output = super().schedule(*args, **kwargs)
-        if pilot is not None:
-            self._guarded(pilot.after_schedule, output)
+        if adapter is not None:
+            self._guarded(adapter.after_schedule, output)
         return output
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         super().update_draft_token_ids(draft_token_ids)
-        if self._pilot is not None:
-            self._guarded(self._pilot.note_drafts, draft_token_ids)
+        if self._adapter is not None:
+            self._guarded(self._adapter.note_drafts, draft_token_ids)
 
 
 class HeadwayAsyncScheduler(_Hooks, AsyncScheduler):  # type: ignore[misc]
@@ -110,13 +110,13 @@ class HeadwayAsyncScheduler(_Hooks, AsyncScheduler):  # type: ignore[misc]
     _placed: Decision | None = None
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
-        pilot, decided = self._pilot, self._placed
+        adapter, decided = self._adapter, self._placed
         self._placed = None
         give_placeholders = None
-        if pilot is not None and scheduler_output.total_num_scheduled_tokens > 0:
-            give_placeholders = self._guarded(pilot.place, scheduler_output)
-            self._placed = pilot.take_decision()
-            self._guarded(pilot.after_schedule, scheduler_output, decided_before=decided)
+        if adapter is not None and scheduler_output.total_num_scheduled_tokens > 0:
+            give_placeholders = self._guarded(adapter.place, scheduler_output)
+            self._placed = adapter.take_decision()
+            self._guarded(adapter.after_schedule, scheduler_output, decided_before=decided)
         super()._update_after_schedule(scheduler_output)
         if give_placeholders is not None:
             self._guarded(give_placeholders)

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from headway.config import option
 from headway.control.policies.static import same_for_all
-from headway.control.policy import BatchView, DraftView, Policy
+from headway.control.policy import AdaptivePolicy, BatchView, DraftView
 from headway.errors import ConfigError
 from headway.types import Choice
 
 
-class Confidence(Policy):
+class Confidence(AdaptivePolicy):
     @dataclass(frozen=True)
     class Options:
         rejection_threshold: float = option(0.3, "stop where the probability of at least one rejection exceeds this, in [0, 1]")
@@ -46,18 +46,21 @@ class Confidence(Policy):
         self._product = {}
         return same_for_all(view, view.max_k)
 
-    def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+    def stops_early(self, drafter: str) -> bool:
+        return True
+
+    def continue_drafting(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
         so_far = np.array([self._product.get(seq_id, 1.0) for seq_id in seq_ids])
         product = so_far * np.where(np.isfinite(confidence), confidence, 1.0)
         self._product.update(zip(seq_ids, product.tolist(), strict=True))
-        kept: NDArray[np.bool_] = product >= self._least - 1e-12
-        return kept
+        going: NDArray[np.bool_] = product >= self._least - 1e-12
+        return going
 
     def select(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, int]:
         return {draft.seq_id: self._length(draft) for draft in drafts}
 
     def _length(self, draft: DraftView) -> int:
-        """The same rule for a drafter that does not ask `keep`. One that makes trees does, level by level."""
+        """The same rule for a drafter that does not ask `continue_drafting`. One that makes trees does, level by level."""
         if draft.parents is not None:
             return draft.length
         product = 1.0

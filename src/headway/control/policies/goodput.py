@@ -22,7 +22,7 @@ another where it would have paid: it then spends that share over the share of th
 
 What is decided before drafting holds for HOLD_STEPS while the batch stays the same, and when nobody is worth asking nothing is decided
 for REST_STEPS. The policy's own time has a price, too: when all that asking would gain is less than that, nobody is asked. What is
-known of acceptance and worth outlives a run (`to_json`), as a first guess that the first requests test.
+known of acceptance and worth outlives a run (`learned`), as a first guess that the first requests test.
 
 The guard (control/guard.py) compares with a measured counterfactual. Guaranteed, while costs and acceptance change more slowly
 than it remembers (150 steps): time lost against plain decoding is at most about that for probes, beyond what they bring, plus
@@ -47,7 +47,7 @@ from headway.control.costs import Work
 from headway.control.depth import DEPTHS, choose_depth
 from headway.control.guard import Mean, Plain
 from headway.control.planned import STEEP, Held, Step, choice
-from headway.control.policy import BatchView, DraftView, Policy, SequenceView, Setup
+from headway.control.policy import AdaptivePolicy, BatchView, DraftView, SequenceView, Setup
 from headway.control.selection import select_few, select_many
 from headway.control.worth import Own
 from headway.errors import ConfigError
@@ -68,7 +68,7 @@ _HOPELESS = 0.1          # this acceptance is too little to help it
 _NOBODY = -1
 
 
-class Goodput(Policy):
+class Goodput(AdaptivePolicy):
     needs_costs = True
 
     @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class Goodput(Policy):
         self._planned = 0                      # the latest step that was planned
         self._last: dict[int, int] = {}        # seq_id -> index of the drafter it was given last
         self.reason = "nothing seen yet"
-        for name, saved in (setup.kept or {}).items():
+        for name, saved in (setup.learned or {}).items():
             if name in self._by_name:
                 self._by_name[name].load(saved)
 
-    def to_json(self) -> dict[str, Any]:
+    def learned(self) -> dict[str, Any]:
         self._read()
         return {drafter.name: saved for drafter in self._drafters if (saved := drafter.to_json()) is not None}
 
@@ -324,17 +324,17 @@ class Goodput(Policy):
 
     # -- while drafting -------------------------------------------------------------------------------------------
 
-    def listens(self, drafter: str) -> bool:
+    def stops_early(self, drafter: str) -> bool:
         return self._step is not None and self._by_name[drafter].listens
 
-    def keep(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+    def continue_drafting(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
         step = self._step
         assert step is not None
         return step.stopping_of(step.asked[seq_ids[0]], self._costs).keep(seq_ids, position, confidence)
 
     # -- after drafting -------------------------------------------------------------------------------------------
 
-    def take(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, str]:
+    def choose_lookup(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, str]:
         return {} if self._step is None else self._step.take(drafts, self._by_name, self._held.prices)
 
     def select(self, drafts: Sequence[DraftView], view: BatchView) -> Mapping[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headway.config import option
 from headway.drafters.core.confidence_head import ConfidenceHead
-from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
+from headway.drafters.drafter import ContinueDrafting, DraftRequest, DraftSampler, never_stop
 from headway.types import Draft
 
 CATCH_UP_ROWS = 512
@@ -81,16 +81,17 @@ def catch_up(num_unread: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def num_unasked(
-    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, head: ConfidenceHead | None, deterministic: bool
+    requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting, sampler: DraftSampler, head: ConfidenceHead | None,
+    deterministic: bool,
 ) -> int:
     """How many tokens of each draft can be predicted in one go: nobody is asked between them, and they are the likeliest ones."""
     plain = _all_likeliest(requests, sampler, deterministic)
-    return 1 if keep is not keep_all or head is not None or not plain else min(request.k for request in requests)
+    return 1 if continue_drafting is not never_stop or head is not None or not plain else min(request.k for request in requests)
 
 
 def draft_chain(
-    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, following: list[Prediction], advance: Advance,
-    target_ids: Tensor | None, head: ConfidenceHead | None = None, *, deterministic: bool = False,
+    requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting, sampler: DraftSampler, following: list[Prediction],
+    advance: Advance, target_ids: Tensor | None, head: ConfidenceHead | None = None, *, deterministic: bool = False,
 ) -> list[Draft]:
     """One draft per request. `following` are the predictions of the first draft token, and of up to `num_unasked` in all.
 
@@ -101,7 +102,7 @@ def draft_chain(
     Both kinds of confidence depend on the prefix alone. The policy is asked where a further pass would follow: what this one has predicted
     is paid for and drafted.
     """
-    listens = keep is not keep_all
+    stops_early = continue_drafting is not never_stop
     choose = _Chooser(requests, sampler, target_ids, deterministic)
     going = list(range(len(requests)))
     confidences: list[list[float]] = [[] for _ in requests]
@@ -114,15 +115,15 @@ def draft_chain(
                 confidences[i].append(sure)
             position += 1
         more = [row for row, i in enumerate(going) if requests[i].k > position]
-        if listens and more:
-            kept = keep([requests[going[row]].seq_id for row in more], position - 1, confidence[more].astype(np.float64))
-            more = [row for row, goes in zip(more, kept.tolist(), strict=True) if goes]
+        if stops_early and more:
+            on = continue_drafting([requests[going[row]].seq_id for row in more], position - 1, confidence[more].astype(np.float64))
+            more = [row for row, goes in zip(more, on.tolist(), strict=True) if goes]
         if not more:
             break
         state = prediction.state
         if len(more) < len(going):
             going, tokens, state = [going[row] for row in more], [tokens[row] for row in more], state[more]
-        num = 1 if listens or head is not None or not choose.plain else min(requests[i].k for i in going) - position
+        num = 1 if stops_early or head is not None or not choose.plain else min(requests[i].k for i in going) - position
         following = advance(going, tokens, state, position - 1, num)
     return choose.drafts(confidences)
 

@@ -23,7 +23,7 @@ from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.drafters.core.feature_network import FeatureFile, FeatureNetwork, bytes_per_weight
 from headway.drafters.core.features import FeatureStore, FeatureTrack, Hidden
 from headway.drafters.core.tree import Level, TreeOptions, draft_trees
-from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
+from headway.drafters.drafter import Committed, ContinueDrafting, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Target
 from headway.errors import ConfigError
 from headway.models import hub
 from headway.models.attention import KVCache
@@ -109,12 +109,12 @@ class FeatureChain(Drafter):
         if state is not None:
             self._free += state.blocks
 
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         drafts = [Draft([]) for _ in requests]
         ready = self._prepare(requests)
         if ready:
             with torch.inference_mode():
-                found = self._draft([requests[i] for i in ready], [self._states[requests[i].seq_id] for i in ready], keep)
+                found = self._draft([requests[i] for i in ready], [self._states[requests[i].seq_id] for i in ready], continue_drafting)
             for i, draft in zip(ready, found, strict=True):
                 drafts[i] = draft
         return drafts
@@ -159,7 +159,7 @@ class FeatureChain(Drafter):
 
     # -- the draft ------------------------------------------------------------------------------------------------
 
-    def _draft(self, requests: list[DraftRequest], states: list[_State], keep: Keep) -> list[Draft]:
+    def _draft(self, requests: list[DraftRequest], states: list[_State], continue_drafting: ContinueDrafting) -> list[Draft]:
         def advance(going: list[int], tokens: list[int], features: Tensor, position: int, num: int) -> list[Prediction]:
             return self._advance([states[i] for i in going], tokens, features, position, num)
 
@@ -168,10 +168,10 @@ class FeatureChain(Drafter):
 
         ids = self.network.target_ids
         if self.tree_size:
-            return draft_trees(requests, keep, self.sampler, self._catch_up(requests, states)[0], go_on, ids, self.options)
-        num = num_unasked(requests, keep, self.sampler, self.head, self.deterministic)
+            return draft_trees(requests, continue_drafting, self.sampler, self._catch_up(requests, states)[0], go_on, ids, self.options)
+        num = num_unasked(requests, continue_drafting, self.sampler, self.head, self.deterministic)
         first = self._catch_up(requests, states, num)
-        return draft_chain(requests, keep, self.sampler, first, advance, ids, self.head, deterministic=self.deterministic)
+        return draft_chain(requests, continue_drafting, self.sampler, first, advance, ids, self.head, deterministic=self.deterministic)
 
     def _catch_up(self, requests: list[DraftRequest], states: list[_State], num: int = 1) -> list[Prediction]:
         """Reads what was committed since; returns what the network says at each last position, and behind it, up to `num` times."""

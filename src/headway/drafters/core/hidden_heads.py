@@ -14,7 +14,7 @@ from torch import Tensor
 from headway.drafters.core.chain import Prediction, draft_chain
 from headway.drafters.core.checkpoint import Checkpoint
 from headway.drafters.core.tree import Level, TreeOptions, draft_trees
-from headway.drafters.drafter import Committed, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Keep, Target
+from headway.drafters.drafter import Committed, ContinueDrafting, Drafter, DrafterContext, DrafterMemory, DraftRequest, DraftSampler, Target
 from headway.models import hub
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -87,7 +87,7 @@ class HiddenHeads(Drafter):
         self._hidden.pop(seq_id, None)
 
     @torch.inference_mode()
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         drafts = [Draft([]) for _ in requests]
         known = [i for i, r in enumerate(requests) if self._hidden.get(r.seq_id, (-1,))[0] == len(r.token_ids) - 1]
         if not known:
@@ -110,9 +110,11 @@ class HiddenHeads(Drafter):
 
         asked = [replace(request, k=min(request.k, network.num_heads)) for request in asked]
         if self.tree_size:
-            found = draft_trees(asked, keep, self.sampler, first, go_on, network.target_ids, self.options)
+            found = draft_trees(asked, continue_drafting, self.sampler, first, go_on, network.target_ids, self.options)
         else:
-            found = draft_chain(asked, keep, self.sampler, [first], advance, network.target_ids, deterministic=self.deterministic)
+            found = draft_chain(
+                asked, continue_drafting, self.sampler, [first], advance, network.target_ids, deterministic=self.deterministic
+            )
         for i, draft in zip(known, found, strict=True):
             drafts[i] = draft
         return drafts

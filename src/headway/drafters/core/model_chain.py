@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headway.drafters.core.chain import catch_up
 from headway.drafters.core.confidence_head import ConfidenceHead
-from headway.drafters.drafter import Committed, Drafter, DraftRequest, Keep, Target, keep_all
+from headway.drafters.drafter import Committed, ContinueDrafting, Drafter, DraftRequest, Target, never_stop
 from headway.models.attention import KVCache
 from headway.models.attention_plan import Row as Span
 from headway.types import Draft
@@ -56,6 +56,7 @@ class ChainDrafter(Drafter):
     """`deterministic`: drafts are the likeliest tokens; else requests that sample get drafts drawn from the network's distribution."""
 
     stepwise = True
+    reads_commits = True
     helper: Drafter | None = None
     head: ConfidenceHead | None = None   # estimates confidence; None: the distribution's maximum does
     target: Target
@@ -94,14 +95,14 @@ class ChainDrafter(Drafter):
     # -- the interface --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def propose(self, requests: Sequence[DraftRequest], keep: Keep) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting) -> list[Draft]:
         chains = [self._start(request) for request in requests]
         live = [chain for chain in chains if chain.k > 0]
         if live:
             self._catch_up(live)
         while live:
             hidden = self._read(live)
-            live = self._extend(live, hidden, keep)
+            live = self._extend(live, hidden, continue_drafting)
             self._guess(live)
         for chain in chains:
             known = len(chain.request.token_ids)
@@ -168,14 +169,14 @@ class ChainDrafter(Drafter):
                 self.fill(chain.request.block_table, chain.start, known)
         return rows
 
-    def _extend(self, chains: list[Chain], hidden: list[Tensor], keep: Keep) -> list[Chain]:
+    def _extend(self, chains: list[Chain], hidden: list[Tensor], continue_drafting: ContinueDrafting) -> list[Chain]:
         """Drafts on while there are hidden states to draft from: one token, and one more for each guess that was right. Returns the
         chains that go on, each with the one token it has to read next."""
         going = chains
         rows = {id(chain): iter(part) for chain, part in zip(chains, hidden, strict=True)}
         on = []
         while going:
-            kept = self._draft(going, torch.stack([next(rows[id(chain)]) for chain in going]), keep)
+            kept = self._draft(going, torch.stack([next(rows[id(chain)]) for chain in going]), continue_drafting)
             going = []
             for chain in kept:
                 guess = chain.unread[-chain.num_guesses] if chain.num_guesses else None
@@ -188,7 +189,7 @@ class ChainDrafter(Drafter):
                     on.append(chain)
         return on
 
-    def _draft(self, chains: list[Chain], hidden: Tensor, keep: Keep) -> list[Chain]:
+    def _draft(self, chains: list[Chain], hidden: Tensor, continue_drafting: ContinueDrafting) -> list[Chain]:
         """One more draft token for each chain; returns those that are to go on, the others end here."""
         logits = self.logits(hidden)
         sure = self.confidence(hidden, logits).double().cpu().numpy()
@@ -207,9 +208,9 @@ class ChainDrafter(Drafter):
                 if probs is not None:
                     chain.probs.append(probs[row])
         going = np.array([len(chain.tokens) < chain.k for chain in chains])
-        if keep is not keep_all:
+        if continue_drafting is not never_stop:
             for position, members in _by_position(chains, np.flatnonzero(going)):
-                going[members] = keep([chains[i].request.seq_id for i in members], position, sure[members])
+                going[members] = continue_drafting([chains[i].request.seq_id for i in members], position, sure[members])
         for i in np.flatnonzero(~going).tolist():
             chains[i].start += len(chains[i].unread) - chains[i].num_guesses
         return [chain for chain, goes in zip(chains, going.tolist(), strict=True) if goes]
@@ -231,7 +232,7 @@ class ChainDrafter(Drafter):
             for c in chains
         ]
         wanting = [(chain, ask) for chain, ask in zip(chains, asks, strict=True) if ask.k > 0]
-        drafts = self.helper.propose([ask for _, ask in wanting], keep_all)
+        drafts = self.helper.propose([ask for _, ask in wanting], never_stop)
         for (chain, ask), draft in zip(wanting, drafts, strict=True):
             guesses = draft.tokens[: ask.k]
             chain.unread += guesses

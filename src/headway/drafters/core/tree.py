@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headway.config import option
 from headway.drafters.core.chain import Prediction, SampleOptions
-from headway.drafters.drafter import DraftRequest, DraftSampler, Keep, keep_all
+from headway.drafters.drafter import ContinueDrafting, DraftRequest, DraftSampler, never_stop
 from headway.errors import ConfigError
 from headway.models.attention_plan import MAX_NODES
 from headway.types import Draft
@@ -145,7 +145,7 @@ class _Pool:
 
 
 def draft_trees(
-    requests: Sequence[DraftRequest], keep: Keep, sampler: DraftSampler, prediction: Prediction, go_on: Continue,
+    requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting, sampler: DraftSampler, prediction: Prediction, go_on: Continue,
     target_ids: Tensor | None, options: TreeOptions,
 ) -> list[Draft]:
     """One tree per request. `prediction` is that of the first level.
@@ -154,7 +154,7 @@ def draft_trees(
     continued was).
     """
     grower = _Grower(requests, sampler, target_ids, options)
-    listens = keep is not keep_all
+    stops_early = continue_drafting is not never_stop
     device, topk = prediction.logits.device, options.topk
     ks = np.array([request.k for request in requests])
     going, values = list(range(len(requests))), np.ones((len(requests), 1))
@@ -166,9 +166,9 @@ def draft_trees(
             row for row, i in enumerate(going)
             if ks[i] > depth + 1 and grower.left(i) > 0 and len(found[row][0]) == topk and found[row][1].any()
         ]  # fmt: skip
-        if listens and on:
+        if stops_early and on:
             confidence = (values[on, :, None] * probs[on]).sum((1, 2)) / np.maximum(values[on].sum(1), 1e-300)
-            kept = keep([requests[going[row]].seq_id for row in on], depth, np.minimum(confidence, 1.0))
+            kept = continue_drafting([requests[going[row]].seq_id for row in on], depth, np.minimum(confidence, 1.0))
             on = [row for row, goes in zip(on, kept.tolist(), strict=True) if goes]
         if not on:
             break

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headway.bench.physics import Physics
 from headway.bench.records import Record, Run
+from headway.bench.roofline import Roofline
 from headway.types import SpecDecodeMetrics
 
 
 def test_share_of_the_ceiling() -> None:
-    limits = Physics(300_000_000, 270_000_000, 23_040, 40e9, 148.0, 136.0)
+    limits = Roofline(300_000_000, 270_000_000, 23_040, 40e9, 148.0, 136.0)
     assert limits.share(270_000_000 / 40e9 * 1e3, 0) == pytest.approx(1.0)
     assert limits.share(10.0, 1000) == pytest.approx((270e6 + 23.04e6) / 0.010 / 40e9)
 

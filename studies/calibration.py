@@ -1,6 +1,6 @@
-"""What the policy believes, against what happens: step times, acceptance, and how soon it sees that the machine became slower.
+"""What the policy predicts, against what happens: step times, acceptance, and how soon it sees that the machine became slower.
 
-    python studies/beliefs.py [--workloads chat code-edit mixed] [--concurrencies 1 8 32] [--slowdowns 3] [--output FILE.json]
+    python studies/calibration.py [--workloads chat code-edit mixed] [--concurrencies 1 8 32] [--slowdowns 3] [--output FILE.json]
 
 step_error    median of |predicted / measured - 1| over steps, each predicted before it was learned from; the first ones are left out
 calibration   expected calibration error over ten bins: P(the draft is accepted up to here) of every verified draft token, as the policy
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     bench = Bench(args)
-    document: dict[str, Any] = {"benchmark": "beliefs", **origin(), "cells": {}, "calibration": {}, "slowdowns": []}
+    document: dict[str, Any] = {"benchmark": "calibration", **origin(), "cells": {}, "calibration": {}, "slowdowns": []}
     for workload in args.workloads:
         first = max(len(bench.policy.judged), SKIPPED_DRAFTS)
         for concurrency in args.concurrencies:

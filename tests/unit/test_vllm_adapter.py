@@ -1,4 +1,4 @@
-"""vLLM's scheduler as the pilot sees it, imitated: requests, outputs, preemption, overlap. The real one is in tests/vllm."""
+"""vLLM's scheduler as the adapter sees it, imitated: requests, outputs, preemption, overlap. The real one is in tests/vllm."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from headway.control.costs import CostModel
-from headway.control.policy import BatchView, DraftView, Policy
+from headway.control.policy import AdaptivePolicy, BatchView, DraftView, Policy
 from headway.types import Choice, Feedback
+from headway.vllm.adapter import Adapter
 from headway.vllm.chooser import QUIET, REST, SHADOWS, Chooser
 from headway.vllm.counters import Counters
-from headway.vllm.pilot import Pilot
 from headway.vllm.proposer import ScoredDraft
 
 
-class Recorder(Policy):
+class Recorder(AdaptivePolicy):
     """Asks everybody for `k`, verifies `verify` of them, and remembers what it was told."""
 
     def __init__(self, k: int = 4, verify: int = 2) -> None:
@@ -77,7 +77,7 @@ class Engine:
         self.max_model_len, self.max_num_running_reqs, self.max_num_scheduled_tokens = 200, 8, 64
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 7))
         self.counters = Counters("recorder", "ngram", max_k)
-        self.pilot = Pilot(self, Chooser(policy, "ngram", max_k, CostModel()), self.counters, copies=copies, clock=lambda: self.now)
+        self.adapter = Adapter(self, Chooser(policy, "ngram", max_k, CostModel()), self.counters, copies=copies, clock=lambda: self.now)
         self.num_to_draft = 0
 
     def add(self, *requests: Any) -> None:
@@ -86,9 +86,9 @@ class Engine:
             self.waiting.append(it)
 
     def schedule(self) -> Any:
-        self.pilot.before_schedule()
+        self.adapter.before_schedule()
         self.running, self.waiting = self.running + self.waiting, []
-        self.num_to_draft = self.pilot.num_to_draft()
+        self.num_to_draft = self.adapter.num_to_draft()
         counts, spec = {}, {}
         for it in self.running:
             counts[it.request_id] = it.num_tokens + len(it.spec_token_ids) - it.num_computed_tokens
@@ -100,7 +100,7 @@ class Engine:
             num_scheduled_tokens=counts, scheduled_spec_decode_tokens=spec, total_num_scheduled_tokens=sum(counts.values()),
             num_invalid_spec_tokens=None,
         )
-        self.pilot.after_schedule(output)
+        self.adapter.after_schedule(output)
         return output
 
     def update(self, output: Any, written: Mapping[str, list[int]], ms: float = 10.0) -> None:
@@ -108,13 +108,13 @@ class Engine:
         order = list(output.num_scheduled_tokens)
         sampled = SimpleNamespace(req_id_to_index={name: i for i, name in enumerate(order)},
                                   sampled_token_ids=[written.get(name, []) for name in order])  # fmt: skip
-        self.pilot.read_output(output, sampled)
+        self.adapter.read_output(output, sampled)
         for name in order:
             it, new = self.requests.get(name), written.get(name, [])
             if it is not None and new:
                 it.num_computed_tokens -= len(output.scheduled_spec_decode_tokens.get(name, ())) - (len(new) - 1)
                 it.all_token_ids.extend(new)
-            self.pilot.after_output()
+            self.adapter.after_output()
 
     def step(self, drafts: Mapping[str, list[int]] | None = None, **written: list[int]) -> Any:
         """Schedules, writes, and takes the drafts that were made at the end."""
@@ -126,7 +126,7 @@ class Engine:
     def draft(self, drafts: Mapping[str, list[int]]) -> None:
         for name, tokens in drafts.items():
             self.requests[name].spec_token_ids = tokens
-        self.pilot.note_drafts(SimpleNamespace(req_ids=list(drafts), draft_token_ids=list(drafts.values())))
+        self.adapter.note_drafts(SimpleNamespace(req_ids=list(drafts), draft_token_ids=list(drafts.values())))
 
     def finish(self, name: str) -> None:
         it = self.requests.pop(name)
@@ -208,9 +208,9 @@ def test_aborted_and_finished_requests_leave_nothing_behind() -> None:
         engine.update(output, {f"b{turn}": [9]})
         engine.finish(f"b{turn}")
         engine.update(engine.schedule(), {})
-    assert not engine.pilot._requests
-    assert not engine.pilot._flights
-    assert not engine.pilot.chooser.shadows._live
+    assert not engine.adapter._requests
+    assert not engine.adapter._flights
+    assert not engine.adapter.chooser.shadows._live
     assert len(policy.feedback) == len(policy.views)
 
 
@@ -293,9 +293,9 @@ class AsyncEngine(Engine):
             num_invalid_spec_tokens=None, num_spec_tokens_to_schedule=None,
         )
         decided, self.placed = self.placed, None
-        give_placeholders = self.pilot.place(output)
-        self.placed = self.pilot.take_decision()
-        self.pilot.after_schedule(output, decided_before=decided)
+        give_placeholders = self.adapter.place(output)
+        self.placed = self.adapter.take_decision()
+        self.adapter.after_schedule(output, decided_before=decided)
         for it in self.running:
             it.num_computed_tokens += counts[it.request_id]
             it.num_output_placeholders += 1 + len(spec.get(it.request_id, ()))
@@ -369,7 +369,7 @@ def test_while_another_batch_is_under_way_the_decision_holds() -> None:
     engine.step({"a": [7, 8, 9]}, a=[6], b=[6])
     assert verified(engine.schedule()) == {"a": 2}
     engine.requests["b"].spec_token_ids = [7, 8, 9]   # pipeline parallel: it was not in that batch
-    engine.pilot.before_schedule()
+    engine.adapter.before_schedule()
     assert engine.requests["b"].spec_token_ids == [7, 8]
     assert len(policy.views) == 2
 

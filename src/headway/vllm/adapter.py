@@ -49,7 +49,7 @@ class _Request(Tracked):
     history: History | None = None
 
 
-class Pilot:
+class Adapter:
     """`scheduler` is vLLM's, with our hooks. `copies`: drafts are copied from the request's own text. `clock` in seconds."""
 
     def __init__(

@@ -22,7 +22,7 @@ PROBE_REPEATS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Physics:
+class Roofline:
     """Sizes in bytes, bandwidth in bytes per second, ceilings in tokens per second at batch 1."""
 
     weight_bytes: int
@@ -49,7 +49,7 @@ class Physics:
         ]
 
 
-def measure(model: Decoder, at_least: float = 0.0) -> Physics:
+def measure(model: Decoder, at_least: float = 0.0) -> Roofline:
     """Reads the model's sizes and measures the memory; takes about a second. at_least: a bandwidth that was seen before."""
     config = model.config
     kv_bytes = KVCache.bytes_per_block(config, 1, model.dtype)
@@ -57,7 +57,7 @@ def measure(model: Decoder, at_least: float = 0.0) -> Physics:
     shared = config.tie_word_embeddings and not model.int8
     per_step = model.weight_bytes - (0 if shared else model.embedding.nbytes)
     bandwidth = max(read_bandwidth(model.device), at_least)
-    return Physics(model.weight_bytes, per_step, kv_bytes, bandwidth, bandwidth / per_step, bandwidth / (per_step + 1024 * kv_bytes))
+    return Roofline(model.weight_bytes, per_step, kv_bytes, bandwidth, bandwidth / per_step, bandwidth / (per_step + 1024 * kv_bytes))
 
 
 def read_bandwidth(device: torch.device, num_bytes: int = PROBE_BYTES) -> float:
