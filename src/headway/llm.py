@@ -16,7 +16,8 @@ from headway.engine.tokenizer import Message, Tokenizer
 from headway.errors import InvalidRequestError, unknown_key
 from headway.types import OutputDelta, Request, SamplingParams, SpecDecodeMetrics, TokenLogprobs
 
-Prompt: TypeAlias = "str | list[int] | Mapping[str, Any]"   # a mapping has "prompt" or "prompt_token_ids"
+# A mapping has "prompt" or "prompt_token_ids", and may have a "cache_salt": what it leaves in the caches, only prompts with this salt find.
+Prompt: TypeAlias = "str | list[int] | Mapping[str, Any]"
 
 
 @dataclass(slots=True)
@@ -155,7 +156,9 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         given: Any = prompt
         text: str | None = None
+        salt: str | None = None
         if isinstance(given, Mapping):
+            salt = given.get("cache_salt")
             if "prompt_token_ids" in given:
                 text, given = given.get("prompt"), list(given["prompt_token_ids"])
             elif "prompt" in given:
@@ -166,7 +169,7 @@ class LLM:
             text, token_ids = given, self.engine.tokenizer.encode(given)
         else:
             token_ids = list(given)
-        return Request(str(next(self._request_ids)), token_ids, params, text)
+        return Request(str(next(self._request_ids)), token_ids, params, text, cache_salt=salt)
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         added: list[Request] = []

@@ -7,6 +7,7 @@ Standard library only: the control layer and the vLLM plugin import this file wi
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping
@@ -103,7 +104,11 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Request:
-    """One prompt and how to continue it. `priority`: smaller runs first (vLLM's convention), ties by arrival."""
+    """One prompt and how to continue it. Raises InvalidRequestError for a cache_salt that is none.
+
+    priority    smaller runs first (vLLM's convention), ties by arrival
+    cache_salt  the request finds K/V prefixes and remembered responses of requests with the same salt only
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -111,6 +116,18 @@ class Request:
     prompt: str | None = None
     priority: int = 0
     arrival_time: float = field(default_factory=time.monotonic)
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache_salt is not None and not (isinstance(self.cache_salt, str) and self.cache_salt):
+            raise InvalidRequestError("cache_salt must be a non-empty string", param="cache_salt")
+
+    @property
+    def salt(self) -> bytes:
+        """16 bytes made from `cache_salt`; b"" without one."""
+        if self.cache_salt is None:
+            return b""
+        return hashlib.blake2b(self.cache_salt.encode("utf-8", "surrogatepass"), digest_size=16, person=b"cache_salt").digest()
 
 
 class Status(Enum):
@@ -152,6 +169,10 @@ class Sequence:
     stop_reason: int | str | None = None
     stats: SpecDecodeMetrics = field(default_factory=lambda: SpecDecodeMetrics())
     num_preemptions: int = 0
+    salt: bytes = field(init=False)  # of the request: kept, since every step asks for it
+
+    def __post_init__(self) -> None:
+        self.salt = self.request.salt
 
     @property
     def params(self) -> SamplingParams:

@@ -19,6 +19,7 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 from headway.server.app import build_app
 from headway.server.async_engine import AsyncEngine
+from headway.server.connection import Connection
 from headway.server.options import ServerOptions
 from tests.tiny import tiny_model_dir
 
@@ -88,7 +89,7 @@ def live_server(directory: Path, options: ServerOptions | None = None, **config:
     settings = {"dtype": "float32", "kv_cache_memory_bytes": 4 * 2**20, "speculative": speculative, **config}
     engine = Engine(EngineConfig(model=str(directory), **settings))
     app = build_app(engine, options or ServerOptions(served_model_name=MODEL))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, http=Connection, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

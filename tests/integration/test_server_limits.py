@@ -152,7 +152,7 @@ def test_body_limit(make_server):
 
 
 def test_api_key(make_server):
-    server = make_server(ServerOptions(served_model_name=MODEL, api_key="sésame"))
+    server = make_server(ServerOptions(served_model_name=MODEL, api_key=("sésame",)))
     body = {"prompt": "x", "max_tokens": 1}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"Authorization": b"Bearer \xff"}):
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):

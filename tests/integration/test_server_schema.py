@@ -35,7 +35,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def small_server(tiny_dir: Path) -> Iterator[LiveServer]:
     """A short context, so that a generated request without max_tokens is over soon."""
-    with live_server(tiny_dir, ServerOptions(served_model_name=MODEL, api_key=KEY), max_model_len=128) as live:
+    with live_server(tiny_dir, ServerOptions(served_model_name=MODEL, api_key=(KEY,)), max_model_len=128) as live:
         yield live
         live.assert_idle()
 

@@ -58,7 +58,7 @@ def test_every_field_of_the_configs_is_a_flag(read: Read) -> None:
         speculative=None,
     )
     expected = ServerOptions(
-        host="::1", port=0, served_model_name="m", api_key="k", max_queue=5, max_body_bytes=1000, drain_timeout_s=2.5
+        host="::1", port=0, served_model_name="m", api_key=("k",), max_queue=5, max_body_bytes=1000, drain_timeout_s=2.5
     )
     assert flags.read_fields(args, ServerOptions) == expected
 

@@ -65,6 +65,9 @@ def test_other_tokens_are_another_prefix() -> None:
     other.add(8, states(8, 10), [7, *TOKENS[1:]])
     assert other.begin == 8
     assert positions(other.take()) == [8, 9]
+    salted = FeatureTrack(store, b"another salt")
+    salted.add(8, states(8, 10), TOKENS)
+    assert salted.begin == 8
     unaligned = FeatureTrack(store)
     unaligned.add(7, states(7, 10), TOKENS)
     assert unaligned.begin == 7

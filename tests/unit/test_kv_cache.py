@@ -8,15 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headway.engine.kv_cache import BlockPool
+from headway.errors import InvalidRequestError
+from headway.types import Request
 
 BLOCK = 4
 
 
-def filled(pool: BlockPool, tokens: list[int]) -> list[int]:
+def filled(pool: BlockPool, tokens: list[int], salt: bytes = b"") -> list[int]:
     """A block table whose full blocks are published, as after a prefill."""
-    blocks, hashes = pool.match(tokens)
+    blocks, hashes = pool.match(tokens, salt)
     blocks += pool.allocate(pool.blocks_for(len(tokens)) - len(blocks))
-    pool.publish(tokens, len(tokens), blocks, hashes)
+    pool.publish(tokens, len(tokens), blocks, hashes, salt)
     return blocks
 
 
@@ -41,6 +43,24 @@ def test_equal_blocks_behind_different_prefixes_are_different() -> None:
     pool = BlockPool(8, BLOCK)
     filled(pool, [1, 1, 1, 1, 5, 5, 5, 5, 0])
     assert pool.match([2, 2, 2, 2, 5, 5, 5, 5, 0])[0] == []
+
+
+def test_a_prefix_of_another_salt_is_not_found() -> None:
+    pool = BlockPool(12, BLOCK)
+    tokens = [1] * 9
+    tables = {salt: filled(pool, tokens, salt) for salt in (b"", b"a" * 16, b"b" * 16)}
+    assert len({block for table in tables.values() for block in table}) == 9
+    for salt, table in tables.items():
+        assert pool.match(tokens, salt)[0] == table[:2]
+
+
+def test_the_salt_of_a_request_is_a_digest_of_fixed_length() -> None:
+    salts = [Request("r", [1], cache_salt=text).salt for text in (None, "a", "b", "a" * 1000, "\ud800")]
+    assert len(set(salts)) == 5
+    assert [len(salt) for salt in salts] == [0, 16, 16, 16, 16]
+    for wrong in ("", 5):
+        with pytest.raises(InvalidRequestError, match="cache_salt must be a non-empty string"):
+            Request("r", [1], cache_salt=wrong)   # type: ignore[arg-type]
 
 
 def test_shared_blocks_are_free_only_when_the_last_holder_lets_go() -> None:
@@ -96,53 +116,54 @@ def test_check_sees_a_leak() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random sequences over three tokens, so that prefixes collide often, against the pool's own invariants and a content model."""
+    """Random sequences over three tokens and two salts, so that prefixes collide often, against the pool's own invariants and a content
+    model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12, 2)
-        self.live: list[tuple[list[int], list[int], list[bytes]]] = []
-        self.content: dict[int, tuple[int, ...]] = {}   # block -> every token up to its end, as a real cache would hold
+        self.live: list[tuple[list[int], list[int], list[bytes], bytes]] = []
+        self.content: dict[int, tuple[bytes | int, ...]] = {}   # block -> its salt and all tokens up to its end, as a cache would hold
 
-    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=10))
-    def start(self, tokens: list[int]) -> None:
-        blocks, hashes = self.pool.match(tokens)
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=10), salt=st.sampled_from([b"", b"x" * 16]))
+    def start(self, tokens: list[int], salt: bytes) -> None:
+        blocks, hashes = self.pool.match(tokens, salt)
         for index, block in enumerate(blocks):
-            assert self.content[block] == tuple(tokens[: 2 * index + 2]), "a prefix hit with the wrong content"
+            assert self.content[block] == (salt, *tokens[: 2 * index + 2]), "a prefix hit with the wrong content"
         missing = self.pool.blocks_for(len(tokens)) - len(blocks)
         if missing > self.pool.num_free:
             self.pool.release(blocks)
             return
         blocks += self.pool.allocate(missing)
-        self._write(tokens, blocks)
-        self.pool.publish(tokens, len(tokens), blocks, hashes)
-        self.live.append((tokens, blocks, hashes))
+        self._write(tokens, blocks, salt)
+        self.pool.publish(tokens, len(tokens), blocks, hashes, salt)
+        self.live.append((tokens, blocks, hashes, salt))
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100), more=st.lists(st.integers(0, 2), min_size=1, max_size=5))
     def extend(self, which: int, more: list[int]) -> None:
-        tokens, blocks, hashes = self.live[which % len(self.live)]
+        tokens, blocks, hashes, salt = self.live[which % len(self.live)]
         missing = self.pool.blocks_for(len(tokens) + len(more)) - len(blocks)
         if missing > self.pool.num_free:
             return
         tokens += more
         blocks += self.pool.allocate(missing)
-        self._write(tokens, blocks)
-        self.pool.publish(tokens, len(tokens), blocks, hashes)
+        self._write(tokens, blocks, salt)
+        self.pool.publish(tokens, len(tokens), blocks, hashes, salt)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100))
     def stop(self, which: int) -> None:
-        _, blocks, _ = self.live.pop(which % len(self.live))
+        _, blocks, _, _ = self.live.pop(which % len(self.live))
         self.pool.release(blocks)
 
     @invariant()
     def nothing_leaks(self) -> None:
-        self.pool.check(blocks for _, blocks, _ in self.live)
+        self.pool.check(blocks for _, blocks, _, _ in self.live)
 
-    def _write(self, tokens: list[int], blocks: list[int]) -> None:
+    def _write(self, tokens: list[int], blocks: list[int], salt: bytes) -> None:
         for index, block in enumerate(blocks):
-            self.content[block] = tuple(tokens[: 2 * index + 2])
+            self.content[block] = (salt, *tokens[: 2 * index + 2])
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -71,8 +71,8 @@ def propose(drafter: Suffix, history: list[int], k: int, seq_id: int = 0) -> Dra
     return drafter.propose([DraftRequest(seq_id, history, 1, k, True)], never_stop)[0]
 
 
-def finish(drafter: Suffix, seq_id: int, prompt: list[int], response: list[int]) -> None:
-    drafter.commit([Committed(seq_id, prompt + response, len(prompt), len(response), 0)])
+def finish(drafter: Suffix, seq_id: int, prompt: list[int], response: list[int], salt: bytes = b"") -> None:
+    drafter.commit([Committed(seq_id, prompt + response, len(prompt), len(response), 0, salt=salt)])
     drafter.stop(seq_id)
 
 
@@ -243,7 +243,7 @@ def test_the_cache_is_bounded_in_responses_tokens_and_bytes(lengths: list[int], 
 def test_what_the_documentation_says_about_memory() -> None:
     drafter = Suffix()
     assert drafter.cache is not None
-    assert drafter.cache.index.nbytes == 36 * suffix.CACHE_TOKENS < 40 * 2**20
+    assert drafter.cache.index.nbytes == 40 * suffix.CACHE_TOKENS
 
 
 @pytest.mark.parametrize("length", [62, 63, 64, 500])
@@ -253,6 +253,43 @@ def test_a_response_longer_than_the_cache_keeps_its_end(length: int) -> None:
     cache.add(list(range(1000, 1000 + length)))
     assert len(cache) == 1
     assert holds(cache, 999 + length)
+
+
+# -- salts ----------------------------------------------------------------------------------------------------------
+
+SALTS = [b"", b"a", b"b"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(SALTS), texts), max_size=12), histories, st.integers(1, 9))
+def test_drafts_are_those_of_a_drafter_that_saw_this_salt_alone(
+    responses: list[tuple[bytes, list[int]]], history: list[int], k: int
+) -> None:
+    shared, alone = Suffix(), {salt: Suffix() for salt in SALTS}
+    for number, (salt, response) in enumerate(responses, 1):
+        finish(shared, number, [7], response, salt)
+        finish(alone[salt], number, [7], response)
+    for salt in SALTS:
+        found = shared.propose([DraftRequest(100, history, 1, k, True, salt=salt)], keep)[0]
+        shared.stop(100)
+        assert found == propose(alone[salt], history, k)
+
+
+def test_places_of_other_salts_do_not_count() -> None:
+    drafter = Suffix()
+    finish(drafter, 0, [0], [1, 2, 3, 4, 5], b"mine")
+    for number in range(1, 2 * suffix.MAX_PLACES):
+        finish(drafter, number, [0], [1, 2, 3, 9, 9], b"theirs")
+    found = drafter.propose([DraftRequest(1000, [1, 2, 3], 1, 2, True, salt=b"mine")], keep)
+    assert found[0].tokens == [4, 5]
+
+
+def test_a_salt_is_forgotten_with_its_last_response() -> None:
+    cache = ResponseCache(3, max_tokens=64)
+    for number in range(50):
+        cache.add([1, 2, 3], b"%d" % number)
+        assert len(cache._offsets) == len(cache._num_responses) == len(cache) <= 3
+    assert cache.offset(b"49") is not None
+    assert cache.offset(b"46") is None
 
 
 # -- options --------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from headway.vllm.proposer import Proposer, ScoredDraft
 MAX_LEN = 256
 
 
-def make(max_k: int = 4, **additional: object) -> Proposer:
+def make(max_k: int = 4, cached: int = 10000, **additional: object) -> Proposer:
     return Proposer(SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=max_k), model_config=SimpleNamespace(max_model_len=MAX_LEN),
+        speculative_config=SimpleNamespace(num_speculative_tokens=max_k, suffix_decoding_max_cached_requests=cached),
+        model_config=SimpleNamespace(max_model_len=MAX_LEN),
         additional_config=additional,
     ))  # fmt: skip
 
@@ -74,6 +75,13 @@ def test_what_ended_is_forgotten_and_remembered_as_a_response() -> None:
     assert len(suffix.cache) == 1   # type: ignore[attr-defined]
     assert len(suffix._indices) == len(suffix._committed) == 1   # type: ignore[attr-defined]
     assert batch.step(([40, 41, 31, 32], 2))[0][:1] == [33]
+
+
+def test_no_response_is_kept_where_vllm_is_told_to_cache_none() -> None:
+    batch = Batch(make(cached=0))
+    batch.step(([1, 2, 31, 32, 33, 34], 4))
+    batch.step(([40, 41], 1))
+    assert batch.step(([40, 41, 31, 32], 2)) == [[]]
 
 
 def test_memory_is_of_the_live_requests() -> None:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from headway.cli.flags import add_fields, read_fields
-from headway.cli.settings import Setting, add_engine_arguments, engine_config, source_of
+from headway.cli.flags import add_fields
+from headway.cli.settings import Setting, add_engine_arguments, engine_config, server_options, source_of
 from headway.config import EngineConfig
 from headway.server.options import ServerOptions
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     config, settings = engine_config(args)
-    options = read_fields(args, ServerOptions)
+    options = server_options(args)
     settings = _resolved(config, settings)
     settings += [Setting(f"server.{name}", _shown(name, value), source_of(args, name)) for name, value in vars(options).items()]
     if args.json:
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _shown(name: str, value: Any) -> Any:
-    return "(given)" if name == "api_key" and value is not None else value
+    return "(given)" if name == "api_key" and value else value
 
 
 def _resolved(config: EngineConfig, settings: list[Setting]) -> list[Setting]:

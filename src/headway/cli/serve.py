@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from headway.cli.flags import add_fields, read_fields
-from headway.cli.settings import add_engine_arguments, engine_config
+from headway.cli.flags import add_fields
+from headway.cli.settings import add_engine_arguments, engine_config, server_options
 from headway.server.options import ServerOptions
 
 EPILOG = """examples:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     config, _ = engine_config(args)
-    options = read_fields(args, ServerOptions)
+    options = server_options(args)
 
     from headway.server.serve import serve
 

@@ -8,6 +8,7 @@
     method suffix       the default of the chosen drafter's own option, or what choosing it implies
     policy batch_table  likewise for the policy
     implied by KEY      a key chose it by being present
+    env NAME            an environment variable
     model, machine      "auto" and empty values, once the model and the machine were looked at
 """
 
@@ -16,15 +17,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headway import plugins
-from headway.cli.flags import add_fields, positive_int
+from headway.cli.flags import add_fields, positive_int, read_fields, underlay
 from headway.config import POLICY_KEYS, EngineConfig, SpeculativeConfig
 from headway.drafters.core.automatic import spell_out
 from headway.errors import ConfigError
+from headway.server.options import API_KEY_VARIABLE, ServerOptions
 
 SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens", "spec_policy": "policy"}
 DEFAULT_SPECULATION = "default"
@@ -78,6 +81,16 @@ def engine_config(args: argparse.Namespace) -> tuple[EngineConfig, list[Setting]
         for f in dataclasses.fields(EngineConfig) if f.name != "speculative"
     ]
     return config, own + settings
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """The server's settings; API keys that neither a flag nor the file gives come from $HEADWAY_API_KEY. Raises ConfigError."""
+    keys = os.environ.get(API_KEY_VARIABLE)
+    if keys is not None and not hasattr(args, "api_key"):
+        if not keys.strip(", \t\n"):
+            raise ConfigError(f"the environment variable {API_KEY_VARIABLE} is empty: unset it to serve without a key")
+        underlay(args, argparse.Namespace(api_key=[keys]), f"env {API_KEY_VARIABLE}")
+    return read_fields(args, ServerOptions)
 
 
 def source_of(args: argparse.Namespace, name: str) -> str:

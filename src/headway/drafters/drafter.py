@@ -35,6 +35,7 @@ class DraftRequest:
     block_table    the sequence's blocks in the target's K/V cache, live: room for the history and, unless blocks ran out, k drafts
     num_tentative  so many tokens at the end of the history are drafts themselves: to be continued, not to be remembered
     room           for a drafter with a `tree_size`: nodes its tree may have, at a depth of at most k
+    salt           what a drafter keeps of a sequence may show in drafts for sequences of the same salt only
     """
 
     seq_id: int
@@ -45,6 +46,7 @@ class DraftRequest:
     block_table: list[int] = field(default_factory=list)
     num_tentative: int = 0
     room: int = 0
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Committed:
                  layer, for the positions from `start` on whose K/V the step added and kept; None when nothing was declared
     start        position of the first token whose K/V the step added (a prefix-cache hit is skipped: it begins behind it)
     block_table  as in DraftRequest, but of the computed positions only; empty when the sequence finished
+    salt         as in DraftRequest
     """
 
     seq_id: int
@@ -65,6 +68,7 @@ class Committed:
     start: int = 0
     hidden: tuple[Any, ...] | None = None
     block_table: list[int] = field(default_factory=list)
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

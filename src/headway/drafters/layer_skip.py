@@ -18,7 +18,7 @@ Works well on models trained to exit early (LayerSkip, Elhoushi et al. 2024, arX
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ class LayerSkip(ChainDrafter):
         self._idle = not any(plan.lengths)
         drafts = [Draft([]) for _ in requests]
         going = [i for i, length in enumerate(plan.lengths) if length > 0]
-        asked = [_shortened(requests[i], plan.lengths[i]) for i in going]
+        asked = [replace(requests[i], k=plan.lengths[i]) for i in going]
         for i, draft in zip(going, super().propose(asked, continue_drafting) if asked else [], strict=True):
             drafts[i] = draft
         for context, length in zip(contexts, plan.lengths, strict=True):
@@ -203,7 +203,3 @@ class LayerSkip(ChainDrafter):
         layers = drafts * np.reshape(exits + self.head_cost, (-1, 1)) + self.num_layers + self.head_cost
         found: NDArray[np.float64] = tokens / layers
         return found
-
-
-def _shortened(request: DraftRequest, k: int) -> DraftRequest:
-    return DraftRequest(request.seq_id, request.token_ids, request.num_prompt_tokens, k, request.greedy, request.block_table)

@@ -1,7 +1,7 @@
 """Suffix decoding: draft what most often followed the longest match, as far as the match justifies.
 
 Two histories are searched for places where the text ended as it ends now: the sequence's own, and a bounded cache of
-past responses. For every match length m the draft starts from all places that match at least m tokens and descends to
+past responses of the same salt. For every match length m the draft starts from all places that match at least m tokens and descends to
 the most frequent next token (ties: the most recent). The path probability of a position is the product of count / total
 along the way; the path ends where it would fall below suffix_decoding_min_token_prob, and after
 suffix_decoding_max_spec_factor * m tokens. The path with the largest sum of path probabilities (the accepted tokens it
@@ -14,10 +14,10 @@ allows (a tree of depth 24 ends after match + draft = 24), and at the end of the
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from headway.config import option
 from headway.drafters.core.ngram_index import OWN_ESCAPE, SEPARATOR, NgramIndex, acceptance
@@ -27,8 +27,9 @@ from headway.types import Draft
 
 ORDERS = (1, 3)           # n-grams looked up; more orders find the same places sooner, at more cost per token
 MAX_PLACES = 32
-CACHE_TOKENS = 1 << 20    # the response cache never holds more; 36 bytes each
+CACHE_TOKENS = 1 << 20    # the response cache never holds more; 40 bytes each
 CACHE_ESCAPE = 5.0        # fitted like OWN_ESCAPE: what others wrote is the weaker evidence
+SALT_STRIDE = 1 << 24     # more than any vocabulary has tokens; an int64 has room for 5e11 salts one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,9 @@ NO_PATH = _Path([], [], 0.0)
 class ResponseCache:
     """The newest responses, at most `max_responses` of them and `max_tokens` (a power of two) tokens, separators included.
 
-    They lie in one ring, each followed by a separator; the newest overwrite the oldest, so memory is fixed from the start.
+    They lie in one ring, each followed by a separator; the newest overwrite the oldest, so memory is fixed from the start. Token t of
+    a response is kept as t plus a multiple of SALT_STRIDE that belongs to its salt, so tokens of two salts are never equal and nothing
+    matches across. Salts share the ring's room.
     """
 
     def __init__(self, max_responses: int, max_tokens: int = CACHE_TOKENS) -> None:
@@ -52,19 +55,36 @@ class ResponseCache:
         self.index.extend([SEPARATOR])
         self._max_responses = max_responses
         self._max_tokens = max_tokens
-        self._starts: deque[int] = deque()   # of each response, its leading separator included
+        self._responses: deque[tuple[int, bytes]] = deque()   # (start, its leading separator included; salt), oldest first
+        self._num_responses: Counter[bytes] = Counter()
+        self._offsets: dict[bytes, int] = {}                  # of the salts that have responses
+        self._unused_offsets = count(0, SALT_STRIDE)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._responses)
 
-    def add(self, response: Sequence[int]) -> None:
+    def offset(self, salt: bytes) -> int | None:
+        """What is added to each token of this salt; None while it has no responses."""
+        return self._offsets.get(salt)
+
+    def add(self, response: Sequence[int], salt: bytes = b"") -> None:
         response = response[-(self._max_tokens - 2) :]
-        self._starts.append(self.index.end - 1)
+        if salt not in self._offsets:
+            self._offsets[salt] = next(self._unused_offsets)
+        self._responses.append((self.index.end - 1, salt))
+        self._num_responses[salt] += 1
         end = self.index.end + len(response) + 1
-        while len(self._starts) > self._max_responses or end - self._starts[0] > self._max_tokens:
-            self._starts.popleft()
-        self.index.start = self._starts[0]
-        self.index.extend([*response, SEPARATOR])
+        while len(self._responses) > self._max_responses or end - self._responses[0][0] > self._max_tokens:
+            self._drop_oldest()
+        self.index.start = self._responses[0][0]
+        offset = self._offsets[salt]
+        self.index.extend([*(token + offset for token in response), SEPARATOR])
+
+    def _drop_oldest(self) -> None:
+        _, salt = self._responses.popleft()
+        self._num_responses[salt] -= 1
+        if not self._num_responses[salt]:
+            del self._num_responses[salt], self._offsets[salt]
 
 
 class Suffix(Drafter):
@@ -75,7 +95,7 @@ class Suffix(Drafter):
         """Names and defaults are vLLM's."""
 
         suffix_decoding_max_tree_depth: int = option(24, "longest match compared, and longest draft")
-        suffix_decoding_max_cached_requests: int = option(10000, "past responses kept, the oldest leave first; 0: none")
+        suffix_decoding_max_cached_requests: int = option(10000, "past responses kept and drafted from, the oldest leave first; 0: none")
         suffix_decoding_max_spec_factor: float = option(1.0, "draft at most this many tokens per matched token")
         suffix_decoding_min_token_prob: float = option(0.1, "draft only tokens whose path is at least this probable, by counts")
 
@@ -108,7 +128,7 @@ class Suffix(Drafter):
         self._indices.pop(seq_id, None)
         last = self._committed.pop(seq_id, None)
         if last is not None and self.cache is not None and len(last.token_ids) > last.num_prompt_tokens:
-            self.cache.add(last.token_ids[last.num_prompt_tokens :])
+            self.cache.add(last.token_ids[last.num_prompt_tokens :], last.salt)
 
     def _draft(self, request: DraftRequest) -> Draft:
         history = request.token_ids
@@ -121,9 +141,12 @@ class Suffix(Drafter):
         tail, k = history[-depth:], min(request.k, depth)
         # The last position is no earlier place: it is the end of the text itself.
         best = self._search(index, tail, index.end - 1, k, NO_PATH, OWN_ESCAPE)
-        if self.cache is not None:
-            best = self._search(self.cache.index, tail, self.cache.index.end, k, best, CACHE_ESCAPE)
-        return Draft(best.tokens, confidence=best.confidence)
+        offset = self.cache.offset(request.salt) if self.cache is not None else None
+        if self.cache is None or offset is None:
+            return Draft(best.tokens, confidence=best.confidence)
+        found = self._search(self.cache.index, [token + offset for token in tail], self.cache.index.end, k, best, CACHE_ESCAPE)
+        tokens = found.tokens if found is best else [token - offset for token in found.tokens]
+        return Draft(tokens, confidence=found.confidence)
 
     def _search(self, index: NgramIndex, tail: list[int], before: int, k: int, best: _Path, escape: float) -> _Path:
         """The best path that starts at a place of `index`, or `best` if none has a larger score."""

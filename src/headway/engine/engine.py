@@ -411,4 +411,6 @@ def _committed(row: Row, num_new: int, accepted: SequenceOf[int], offset: int, l
     else:
         nodes = [*range(offset, end), *(end + node for node in accepted)]
         hidden = tuple(layer[nodes] for layer in layers)
-    return Committed(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, len(accepted), row.start, hidden or None, seq.block_table)
+    return Committed(
+        seq.seq_id, seq.token_ids, seq.num_prompt_tokens, num_new, len(accepted), row.start, hidden or None, seq.block_table, seq.salt
+    )

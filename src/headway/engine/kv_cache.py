@@ -17,8 +17,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-_ROOT = b""
-
 
 def chain_hash(parent: bytes, token_ids: SequenceOf[int]) -> bytes:
     """128-bit hash of a block's tokens and of everything before it."""
@@ -73,16 +71,17 @@ class BlockPool:
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def match(self, token_ids: SequenceOf[int]) -> tuple[list[int], list[bytes]]:
+    def match(self, token_ids: SequenceOf[int], salt: bytes = b"") -> tuple[list[int], list[bytes]]:
         """Takes a reference to the longest cached chain of full blocks that prefixes `token_ids`.
 
-        At least one token is left to compute, since a step needs one to sample from. Returns (blocks, their hashes).
+        At least one token is left to compute, since a step needs one to sample from. A chain of another `salt` is never found: its
+        hashes begin elsewhere. Returns (blocks, their hashes).
         """
         blocks: list[int] = []
         hashes: list[bytes] = []
         if not self.enable_prefix_caching:
             return blocks, hashes
-        parent = _ROOT
+        parent = salt
         for index in range((len(token_ids) - 1) // self.block_size):
             parent = chain_hash(parent, token_ids[index * self.block_size : (index + 1) * self.block_size])
             block = self._block_of_hash.get(parent)
@@ -98,12 +97,14 @@ class BlockPool:
         self.num_hit_tokens += len(blocks) * self.block_size
         return blocks, hashes
 
-    def publish(self, token_ids: SequenceOf[int], num_computed: int, block_table: SequenceOf[int], hashes: list[bytes]) -> None:
-        """Makes the full blocks among the first `num_computed` tokens findable; extends the sequence's `hashes`."""
+    def publish(
+        self, token_ids: SequenceOf[int], num_computed: int, block_table: SequenceOf[int], hashes: list[bytes], salt: bytes = b""
+    ) -> None:
+        """Makes the full blocks among the first `num_computed` tokens findable by this `salt`; extends the sequence's `hashes`."""
         if not self.enable_prefix_caching:
             return
         for index in range(len(hashes), num_computed // self.block_size):
-            parent = hashes[-1] if hashes else _ROOT
+            parent = hashes[-1] if hashes else salt
             digest = chain_hash(parent, token_ids[index * self.block_size : (index + 1) * self.block_size])
             hashes.append(digest)
             block = block_table[index]

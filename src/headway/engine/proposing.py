@@ -127,4 +127,6 @@ def _continuing(hooks: AdaptivePolicy, drafter: str) -> ContinueDrafting:
 
 
 def _request(seq: Written, k: int, room: int) -> DraftRequest:
-    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table, room=room)
+    return DraftRequest(
+        seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table, room=room, salt=seq.salt
+    )

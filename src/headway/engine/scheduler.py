@@ -139,7 +139,7 @@ class Scheduler:
             seq.num_computed += min(verdict.num_accepted, num_committed - 1)
         if seq.status is Status.FINISHED:
             return num_committed
-        self.pool.publish(seq.token_ids, seq.num_computed, seq.block_table, seq.block_hashes)
+        self.pool.publish(seq.token_ids, seq.num_computed, seq.block_table, seq.block_hashes, seq.salt)
         keep = self.pool.blocks_for(seq.num_computed)
         if len(seq.block_table) > keep:
             self.pool.release(seq.block_table[keep:])
@@ -192,7 +192,7 @@ class Scheduler:
             if seq.request.request_id in prefilling and self.pool.enable_prefix_caching:
                 continue   # a sibling (n > 1) is computing this very prompt: share its blocks next step
             wants_all_logits = seq.params.prompt_logprobs is not None
-            blocks, hashes = ([], []) if wants_all_logits else self.pool.match(seq.token_ids)
+            blocks, hashes = ([], []) if wants_all_logits else self.pool.match(seq.token_ids, seq.salt)
             if self.pool.blocks_for(seq.num_tokens) - len(blocks) > self.pool.num_free:
                 self.pool.release(blocks)
                 return

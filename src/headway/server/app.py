@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,9 +19,9 @@ from starlette.responses import Response
 
 from headway import __version__
 from headway.errors import InvalidRequestError
-from headway.server import errors, openapi, protocol
+from headway.server import access, errors, openapi, protocol
 from headway.server.async_engine import AsyncEngine
-from headway.server.errors import ApiError
+from headway.server.errors import ApiError, shown
 from headway.server.options import ServerOptions
 from headway.server.prometheus import EngineCollector, build_registry
 from headway.server.replies import ChatReply, CompletionReply, Reply, TokenNames
@@ -36,7 +35,7 @@ Body = TypeVar("Body", bound=protocol._Strict)
 
 LONG_TEXT = 4096           # characters from which on tokenizing leaves the loop's thread
 MAX_NUM_ERRORS = 100       # wrong fields beyond which they are only counted
-FAILURES = (400, 401, 404, 413, 415)
+FAILURES = (400, 401, 403, 404, 413, 415)
 
 
 def build_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
@@ -53,6 +52,7 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
     )
     app.state.bridge = api.bridge
     errors.install(app)
+    access.install(app, api.options)
     _add_routes(app, api)
     openapi.install(
         app,
@@ -64,7 +64,7 @@ def build_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, api: _Api) -> None:
-    secured: dict[str, Any] = {"dependencies": [Security(api.check_key)]} if api.options.api_key else {}
+    secured: dict[str, Any] = {"dependencies": [Security(api.check_key)]} if api.keys else {}
     busy = (*FAILURES, 429, 500, 503)
 
     def route(method: str, path: str, handler: Any, answer: Any, responses: dict[int | str, dict[str, Any]], **extra: Any) -> None:
@@ -82,8 +82,8 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
         openapi.failures(*busy) | openapi.event_stream(protocol.ChatCompletionChunk),
         openapi_extra=openapi.body(protocol.ChatCompletionRequest), **secured,
     )  # fmt: skip
-    route("GET", "/v1/models", api.list_models, protocol.ModelList, openapi.failures(401), **secured)
-    route("GET", "/v1/models/{model_id:path}", api.get_model, protocol.ModelCard, openapi.failures(401, 404), **secured)
+    route("GET", "/v1/models", api.list_models, protocol.ModelList, openapi.failures(401, 403), **secured)
+    route("GET", "/v1/models/{model_id:path}", api.get_model, protocol.ModelCard, openapi.failures(401, 403, 404), **secured)
     route(
         "POST", "/tokenize", api.tokenize, protocol.TokenizeResponse, openapi.failures(*FAILURES),
         openapi_extra=openapi.body(protocol.TokenizeRequest), **secured,
@@ -92,11 +92,12 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
         "POST", "/detokenize", api.detokenize, protocol.DetokenizeResponse, openapi.failures(*FAILURES),
         openapi_extra=openapi.body(protocol.DetokenizeRequest), **secured,
     )  # fmt: skip
-    route("GET", "/health", api.health, protocol.Health, openapi.failures(503))
-    route("GET", "/version", api.version, protocol.Version, {})
+    route("GET", "/health", api.health, protocol.Health, openapi.failures(403, 503))
+    route("GET", "/version", api.version, protocol.Version, openapi.failures(403))
     app.add_api_route(
         "/metrics", api.metrics, methods=["GET"], response_class=Response, operation_id="metrics",
-        responses={200: {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+        responses=openapi.failures(403)
+        | {200: {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}}},
     )  # fmt: skip
 
 
@@ -106,6 +107,7 @@ class _Api:
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
+        self.keys = access.Keys(options.api_key)
         self.model = options.served_model_name or engine.config.model
         self.created = int(time.time())
         self.bridge = AsyncEngine(engine, max_open=engine.config.max_num_seqs + options.max_queue)
@@ -118,10 +120,10 @@ class _Api:
         yield
         await self.bridge.stop()
 
-    async def check_key(self, given: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))]) -> None:
-        expected = (self.options.api_key or "").encode()
-        if given is None or not hmac.compare_digest(given.credentials.encode("latin-1"), expected):
-            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    async def check_key(
+        self, http: HttpRequest, given: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))]
+    ) -> None:
+        http.state.key_scope = self.keys.scope(given.credentials.encode("latin-1") if given is not None else b"")
 
     # Generation.
 
@@ -156,8 +158,10 @@ class _Api:
         params: SamplingParams,
         reply: Reply,
     ) -> Response:
+        # Beside the key's scope, not instead of it: a salt that somebody guesses opens no other key's memory.
+        salt = ":".join(filter(None, (getattr(http.state, "key_scope", ""), body.cache_salt))) or None
         requests = [
-            Request(f"{reply.id}-{position}", token_ids, params, priority=body.priority or 0)
+            Request(f"{reply.id}-{position}", token_ids, params, priority=body.priority or 0, cache_salt=salt)
             for position, token_ids in enumerate(prompts)
         ]
         stream = await self.bridge.submit(requests)
@@ -263,9 +267,10 @@ class _Api:
 
     async def _read(self, http: HttpRequest, model: type[Body]) -> Body:
         """The request's body as `model`, for the served model. Raises ApiError."""
-        kind = http.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, f"the content type must be application/json, got {kind!r}", code="unsupported_media_type")
+            got = shown(kind) if kind else "none"
+            raise ApiError(415, f"the content type must be application/json, got {got}", code="unsupported_media_type")
         raw = await _read_bytes(http, self.options.max_body_bytes)
         try:
             body = model.model_validate_json(raw)
@@ -278,7 +283,7 @@ class _Api:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
-            raise ApiError(404, f"there is no model {name!r}; this server has {self.model!r}", param="model", code="model_not_found")
+            raise ApiError(404, f"there is no model {shown(name)}; this server has {self.model!r}", param="model", code="model_not_found")
 
 
 async def _read_bytes(http: HttpRequest, limit: int) -> bytes:

@@ -16,6 +16,13 @@ from starlette.responses import Response
 from headway.errors import InvalidRequestError, QueueFullError
 
 RETRY_AFTER = {"Retry-After": "1"}
+MAX_SHOWN = 100      # characters of what a client sent that an answer repeats
+MAX_MESSAGE = 2000   # characters of any message, however it was made
+
+
+def shown(text: str) -> str:
+    """`text` in quotes, cut to its beginning."""
+    return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}..."
 
 
 class ApiError(Exception):
@@ -31,11 +38,12 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind
-        self.param = param
+        self.param = param if param is None else param[:MAX_SHOWN]
         self.code = code
         self.headers = dict(headers or {})
 
@@ -81,9 +89,10 @@ def install(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
             paths = sorted({path for route in app.routes if (path := getattr(route, "path", None))})
-            near = difflib.get_close_matches(request.url.path, paths, n=1)
+            path = request.url.path[:MAX_SHOWN]
+            near = difflib.get_close_matches(path, paths, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
-            return ApiError(404, f"there is nothing at {request.url.path}.{hint}", code="not_found").response()
+            return ApiError(404, f"there is nothing at {shown(request.url.path)}.{hint}", code="not_found").response()
         return as_api_error(error).response()
 
     known = (ApiError, HTTPException, InvalidRequestError, QueueFullError, DrainingError, EngineFailedError, ClientDisconnect)
@@ -99,12 +108,12 @@ def from_validation(errors: Sequence[Mapping[str, Any]], accepted: Mapping[str, 
     """
     # A misspelt field is also a missing one; its own name says more.
     first = next((error for error in errors if error["type"] == "extra_forbidden" and len(error["loc"]) == 1), errors[0])
-    loc = [str(part) for part in first["loc"]]
+    loc = [str(part)[:MAX_SHOWN] for part in first["loc"]]   # keys may be a client's own words
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
     if not loc:
         return ApiError(400, "the body must be a JSON object")
-    same_field = [error for error in errors if str(error["loc"][0]) == loc[0]]
+    same_field = [error for error in errors if error["loc"][0] == first["loc"][0]]
     if first["type"] == "extra_forbidden" and len(loc) == 1:
         near = difflib.get_close_matches(loc[0], accepted, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

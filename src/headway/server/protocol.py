@@ -95,6 +95,7 @@ class _Sampling(_Strict):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="not together with stream")
     priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="smaller runs first")
+    cache_salt: Text | None = Field(None, description="K/V prefixes and remembered responses are shared with the same salt only")
     # Headway's
     speculative: Speculation | None = None
 

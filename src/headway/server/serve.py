@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -18,7 +19,8 @@ from fastapi import FastAPI
 from headway.config import EngineConfig
 from headway.errors import ConfigError
 from headway.server.app import build_app
-from headway.server.options import ServerOptions
+from headway.server.connection import Connection
+from headway.server.options import API_KEY_VARIABLE, ServerOptions
 
 logger = logging.getLogger("headway.server")
 
@@ -55,6 +57,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 log_level="warning",
                 access_log=False,
                 lifespan="on",
@@ -108,11 +111,16 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _own_key(options: ServerOptions) -> str:
+    """What stands for a key on a command line: the variable where it holds the one key, never the key."""
+    return f"${API_KEY_VARIABLE}" if options.api_key == (os.environ.get(API_KEY_VARIABLE),) else "YOUR_API_KEY"
+
+
 def _hello(listener: socket.socket, model: str, options: ServerOptions, sampling: Mapping[str, float]) -> str:
     port = listener.getsockname()[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(options.host, options.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    key = ' -H "Authorization: Bearer $HEADWAY_API_KEY"' if options.api_key else ""
+    key = f' -H "Authorization: Bearer {_own_key(options)}"' if options.api_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is speculative decoding?"}}]}}'
     call = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     lines = [f"Serving {model} at {url}/v1. Try:\n", f"  {call}\n"]

@@ -66,9 +66,13 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         Settings.parse(vllm_config.additional_config)   # a wrong key ends the start here, too
-        self.max_k = int(vllm_config.speculative_config.num_speculative_tokens)
+        speculative = vllm_config.speculative_config
+        self.max_k = int(speculative.num_speculative_tokens)
         self._max_model_len = int(vllm_config.model_config.max_model_len)
-        self._drafters: tuple[Drafter, ...] = (Suffix(), Ngram(Ngram.Options(prompt_lookup_min=LOOKUP[0], prompt_lookup_max=LOOKUP[1])))
+        # Rows come without their requests' salts, so all of them share the responses: 0 keeps none.
+        suffix = Suffix.Options(suffix_decoding_max_cached_requests=speculative.suffix_decoding_max_cached_requests)
+        ngram = Ngram.Options(prompt_lookup_min=LOOKUP[0], prompt_lookup_max=LOOKUP[1])
+        self._drafters: tuple[Drafter, ...] = (Suffix(suffix), Ngram(ngram))
         self._kept = [_TRUST_PRIOR] * len(self._drafters)
         self._promised = [_TRUST_PRIOR] * len(self._drafters)
         self._rows: list[_Known | None] = []

@@ -101,7 +101,7 @@ class FeatureChain(Drafter):
                 continue
             state = self._states.get(c.seq_id)
             if state is None:
-                state = self._states[c.seq_id] = _State(FeatureTrack(self.store))
+                state = self._states[c.seq_id] = _State(FeatureTrack(self.store, c.salt))
             state.track.add(c.start, c.hidden, c.token_ids)
 
     def stop(self, seq_id: int) -> None:

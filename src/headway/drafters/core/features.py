@@ -55,11 +55,12 @@ class FeatureStore:
 class FeatureTrack:
     """One sequence's hidden states at positions [begin, end); those before `kept` have been read and let go.
 
-    begin moves up only when positions in between were never seen.
+    begin moves up only when positions in between were never seen. Sequences with the same `salt` share what is in the store.
     """
 
-    def __init__(self, store: FeatureStore) -> None:
+    def __init__(self, store: FeatureStore, salt: bytes = b"") -> None:
         self.store = store
+        self._salt = salt
         self.begin = self.kept = self.end = 0
         self._filed = 0                               # blocks before it are in the store
         self._pieces: list[tuple[int, Hidden]] = []   # (position of the first row, rows), contiguous, ending at `end`
@@ -149,7 +150,7 @@ class FeatureTrack:
         while len(self._hashes) <= index:
             at = len(self._hashes)
             tokens = np.array(token_ids[at * size : (at + 1) * size], dtype=np.int64).tobytes()
-            self._hashes.append(hashlib.blake2b((self._hashes[-1] if at else b"") + tokens, digest_size=16).digest())
+            self._hashes.append(hashlib.blake2b((self._hashes[-1] if at else self._salt) + tokens, digest_size=16).digest())
         return self._hashes[index]
 
 

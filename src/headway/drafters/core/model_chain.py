@@ -227,7 +227,7 @@ class ChainDrafter(Drafter):
         asks = [
             DraftRequest(
                 c.request.seq_id, c.request.token_ids + c.tokens, c.request.num_prompt_tokens, c.k - len(c.tokens) - 1, True,
-                num_tentative=len(c.tokens),
+                num_tentative=len(c.tokens), salt=c.request.salt,
             )
             for c in chains
         ]

@@ -2,8 +2,8 @@
 
 For each indexed order n, `heads` maps the hash of an n-gram to its most recent occurrence and `links` maps an occurrence
 to the one before it. Appending one token costs O(largest order), a look-up costs one step per occurrence, memory is
-4 + 16 * len(orders) bytes per token of capacity. N-grams with equal hashes share a chain, so what `occurrences` yields
-still has to be compared with the tokens.
+8 + 16 * len(orders) bytes per token of capacity. N-grams with equal hashes share a chain, so what `occurrences` yields
+still has to be compared with the tokens before the last one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NgramIndex:
     def _allocate(self, capacity: int) -> None:
         self._capacity = capacity
         self._shift = 64 - (capacity.bit_length() - 1)
-        self._tokens = np.full(capacity, SEPARATOR, dtype=np.int32)
+        self._tokens = np.full(capacity, SEPARATOR, dtype=np.int64)
         # Positions are stored plus one and 0 means "none": zeroed pages take no memory before they are written.
         self._heads = {n: np.zeros(capacity, dtype=np.int64) for n in self.orders}
         self._links = {n: np.zeros(capacity, dtype=np.int64) for n in self.orders}
@@ -65,18 +65,21 @@ class NgramIndex:
             for token_id in token_ids:
                 self._append(token_id)
         else:
-            self._append_many(np.asarray(token_ids, dtype=np.int32))
+            self._append_many(np.asarray(token_ids, dtype=np.int64))
 
     def occurrences(self, tail: Sequence[int], order: int, before: int) -> Iterator[int]:
-        """Positions < `before` of the last token of each probable occurrence of tail[-order:], most recent first."""
+        """Positions < `before` of the last token of each probable occurrence of tail[-order:], most recent first.
+
+        The last token is compared, so that tokens which only share a hash are not counted among the places.
+        """
         code = 0
         for i in range(order):
             code += tail[-1 - i] * self._powers[i]
         heads, links = self._views[order]
-        mask, start = self._capacity - 1, self.start
+        mask, start, tokens, last = self._capacity - 1, self.start, self._token_view, tail[-1]
         position = heads[(code & _MASK64) >> self._shift] - 1
         while position >= start:
-            if position < before:
+            if position < before and tokens[position & mask] == last:
                 yield position
             position = links[position & mask] - 1
 
@@ -93,7 +96,7 @@ class NgramIndex:
                     length += 1
                 lengths.append(length)
             return lengths
-        expected = np.array([*reversed(tail), _NO_TOKEN], dtype=np.int32)
+        expected = np.array([*reversed(tail), _NO_TOKEN], dtype=np.int64)
         cells = (np.array(positions)[:, None] - np.arange(len(expected))) & mask
         found: list[int] = (self._tokens[cells] == expected).argmin(axis=1).tolist()
         return found
@@ -125,7 +128,7 @@ class NgramIndex:
                 heads[slot] = position + 1
         self.end = position + 1
 
-    def _append_many(self, new: NDArray[np.int32]) -> None:
+    def _append_many(self, new: NDArray[np.int64]) -> None:
         """The same as `_append` for each token, in whole arrays."""
         first, mask = self.end, self._capacity - 1
         positions = np.arange(first, first + len(new))
