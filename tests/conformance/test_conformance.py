@@ -7,6 +7,7 @@ without speculation, on the same tiny random model in fp32: outputs are equal to
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -166,3 +167,20 @@ class TestEveryDrafterUnderEveryPolicy:
             assert {name: len(tokens) for name, tokens in written.items()} == {f"r{i}": OUTPUT_LEN for i in range(NUM_REQUESTS)}
         else:
             assert written == reference(model_dir, sampled)
+
+
+def test_what_another_salt_wrote_changes_no_draft(drafter: dict[str, Any], model_dir: Path) -> None:
+    """What a client sees of its drafts says nothing of another's text, whoever drafts: not what the engine kept of it either."""
+    speculative = SpeculativeConfig.parse({**drafter, "num_speculative_tokens": 4, "policy": "static"})
+
+    def seen(engine: Engine, salt: str) -> list[tuple[str, list[int], list[bool], list[int], int]]:
+        for request in make_requests(sampled=False):
+            engine.add(replace(request, cache_salt=salt))
+        return [(d.request_id, d.token_ids, d.from_draft, d.rejected, d.num_cached) for d in drain(engine)]
+
+    used = build(model_dir, speculative)
+    seen(used, "theirs")
+    mine = seen(used, "mine")
+    assert mine == seen(build(model_dir, speculative), "mine")
+    assert any(rejected or any(from_draft) for _, _, from_draft, rejected, _ in mine), "nothing was ever drafted: the test proves nothing"
+    assert any(num_cached for *_, num_cached in seen(used, "mine")), "no prefix was ever found: the test proves nothing"

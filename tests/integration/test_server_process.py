@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -116,6 +117,24 @@ def test_sigterm_under_load_completes_what_runs_and_exits_with_0(start):
     assert len({"".join(event["choices"][0]["text"] for event in events) for events in answers}) == 1
     assert server.exit_code() == 0
     assert "Traceback" not in "".join(server._stderr)
+
+
+def test_the_printed_command_works_with_the_key_from_the_environment(start, monkeypatch):
+    monkeypatch.setenv("HEADWAY_API_KEY", "geheim")
+    server = start()
+    assert "geheim" not in server.hello
+    header = re.search(r'-H "(Authorization): ([^"]*)"', server.hello)
+    assert header
+    for value, status in ((os.path.expandvars(header[2]), 200), (header[2], 401)):
+        assert httpx.get(f"{server.url}/v1/models", headers={header[1]: value}).status_code == status
+    other = start("--api-key", "eins", "--api-key", "zwei")
+    assert "Bearer YOUR_API_KEY" in other.hello
+    for key, status in (("eins", 200), ("zwei", 200), ("geheim", 401)):
+        assert httpx.get(f"{other.url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == status
+    for process in (server, other):
+        process.stop(signal.SIGTERM)
+        assert process.exit_code() == 0
+        assert not any(key in text for key in ("geheim", "eins", "zwei") for text in (process.hello, *process._stderr))
 
 
 def test_sigint_with_a_short_drain_time_says_so_in_the_stream(start):

@@ -60,7 +60,33 @@ def test_every_field_of_the_configs_is_a_flag(read: Read) -> None:
     expected = ServerOptions(
         host="::1", port=0, served_model_name="m", api_key=("k",), max_queue=5, max_body_bytes=1000, drain_timeout_s=2.5
     )
-    assert flags.read_fields(args, ServerOptions) == expected
+    assert settings.server_options(args) == expected
+
+
+def test_several_api_keys_and_other_lists(read: Read) -> None:
+    pages = ("--allowed-origins", '["https://x.example"]', "--allowed-hosts", "x.example *.y.example")
+    options = settings.server_options(read("--api-key", "a", "--api-key", "b,c", *pages))
+    assert options.api_key == ("a", "b", "c")
+    assert (options.allowed_origins, options.allowed_hosts) == (("https://x.example",), ("x.example", "*.y.example"))
+
+
+def test_api_keys_from_the_environment(read: Read, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADWAY_API_KEY", "a, b")
+    args = read()
+    assert settings.server_options(args).api_key == ("a", "b")
+    assert settings.source_of(args, "api_key") == "env HEADWAY_API_KEY"
+    (tmp_path / "run.json").write_text('{"api_key": ["d", "e"]}')
+    for words, keys in (["--api-key", "c"], ("c",)), (["--config", str(tmp_path / "run.json")], ("d", "e")):
+        assert settings.server_options(read(*words)).api_key == keys
+    monkeypatch.setenv("HEADWAY_API_KEY", " ")
+    with pytest.raises(ConfigError, match="HEADWAY_API_KEY is empty: unset it"):
+        settings.server_options(read())
+
+
+def test_the_help_names_the_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["serve", "--help"])
+    assert "$HEADWAY_API_KEY" in capsys.readouterr().out
 
 
 def test_defaults_are_the_dataclasses_own_and_speculation_is_on(read: Read) -> None:

@@ -12,8 +12,8 @@ from headway.errors import ConfigError
 
 API_KEY_VARIABLE = "HEADWAY_API_KEY"
 API_KEY_HELP = (
-    "clients must send this as a bearer token; may be repeated, or several with commas: what is cached for one key is not found by another "
-    f"(default: ${API_KEY_VARIABLE}, where the machine's list of processes does not show it). /health, /version and /metrics stay open"
+    "clients must send this as a bearer token; may be repeated, or several with commas: the clients of one find nothing of the others' in "
+    f"the caches. /health, /version and /metrics stay open (default: ${API_KEY_VARIABLE})"
 )
 LISTS = ("api_key", "allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers")
 
