@@ -6,6 +6,7 @@ a drafter or a policy live in its own file (a frozen dataclass `Options`) and ar
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -180,6 +181,13 @@ class SpeculativeConfig:
     def options_of(self, name: str) -> dict[str, Any]:
         """What was given for the fields of the drafter's `Options`."""
         return {key: value for key, value in self.drafter_options.get(name, {}).items() if key != "model"}
+
+    def spelled_out(self, name: str) -> dict[str, Any]:
+        """All options of the drafter `name` that have a value, defaults too, and its `model`: what a recording says about it."""
+        cls = plugins.load("drafter", name)
+        given = {"model": self.model_of(name) if cls.takes_model else None, **self.options_of(name)}
+        options = {**dataclasses.asdict(_options("drafter", name, self.options_of(name))), **given} if hasattr(cls, "Options") else given
+        return {key: value for key, value in options.items() if value is not None}
 
     def build_drafter(self, name: str | None = None) -> Any:
         """One of `methods`, by default the first (a `drafters.drafter.Drafter`)."""

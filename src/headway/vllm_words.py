@@ -44,16 +44,25 @@ REFUSED_METHODS = {
 }
 """vLLM's method -> why there is none here."""
 
+_NETWORK = ("model", "draft_sample_method")
+OPTIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*MTP_METHODS, "eagle", "eagle3", "draft_model"), _NETWORK),
+    **dict.fromkeys(("ngram", "ngram_gpu"), ("prompt_lookup_max", "prompt_lookup_min")),
+    **dict.fromkeys(("medusa", "custom_class", "dflash", "dspark"), ("model",)),
+    "suffix": (
+        "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+        "suffix_decoding_min_token_prob",
+    ),
+}   # fmt: skip
+"""vLLM's method -> the keys that say what it drafts. Methods that vLLM's engine does not run are not among them."""
+
 OWN_KEYS = (
     "method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "rejection_sample_method",
     "synthetic_acceptance_rates", "synthetic_acceptance_length",
 )   # fmt: skip
 """Mean the same here."""
 
-DRAFTER_KEYS = (
-    "prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "draft_sample_method",
-)   # fmt: skip
+DRAFTER_KEYS = tuple(dict.fromkeys(key for keys in OPTIONS.values() for key in keys if key != "model"))
 """Mean the same here with the drafters that have them, and nothing with the others, as in vLLM."""
 
 
@@ -126,6 +135,13 @@ def drafter(method: str) -> str:
     return METHODS.get(method, method)
 
 
+def method_for(drafter: str, model: str | None) -> str | None:
+    """vLLM's method for a drafter of Headway with this network; None: vLLM has none."""
+    if drafter == "eagle" and model is not None and _is_eagle3(model):
+        return "eagle3"
+    return drafter if drafter in OPTIONS and METHODS.get(drafter) == drafter else None
+
+
 def without_effect(key: str, methods: str) -> bool:
     """Whether it is an option of drafters that are not among `methods` (as text); said so in the log."""
     if key not in DRAFTER_KEYS:
@@ -140,16 +156,25 @@ def method_of(model: str) -> str:
         return model
     if not Path(model).exists() and "/" not in model and len(parts := model.split(".")) > 1 and all(part.isidentifier() for part in parts):
         return "custom_class"
-    return _by_config(Path(model) / "config.json") or _by_name(model)
+    return _by_config(_config(model)) or _by_name(model)
 
 
-def _by_config(path: Path) -> str | None:
+def _is_eagle3(model: str) -> bool:
+    config = _config(model)
+    names = f"{config.get('speculators_model_type')} {config.get('architectures')}" if config else model
+    return "eagle3" in names.lower()
+
+
+def _config(model: str) -> dict[str, Any]:
+    """Its config.json, where it is a directory that has one."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    if not isinstance(config, dict):
-        return None
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _by_config(config: Mapping[str, Any]) -> str | None:
     kinds = (config.get("speculators_model_type"), config.get("model_type"))
     found = next((kind for kind in kinds if kind in METHODS or kind in REFUSED_METHODS), None)
     if found is None and "medusa_num_heads" in config:
