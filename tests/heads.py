@@ -186,26 +186,29 @@ def mlp_speculator_dir(
 
 
 def mtp_dir(
-    directory: Path, target: Path, *, layout: str = "speculators", model_type: str = "qwen3", seed: int = 0, inner_size: int = 80
+    directory: Path, target: Path, *, layout: str = "speculators", model_type: str = "qwen3", seed: int = 0, inner_size: int = 80,
+    num_modules: int = 1,
 ) -> Path:
     """`layout`: speculators, qwen, mimo or deepseek."""
     inner, hidden = layer_config(target, model_type, inner_size=inner_size), target_config(target)["hidden_size"]
-    index = target_config(target)["num_hidden_layers"] if layout == "deepseek" else 0
-    root = {"speculators": "mtp_layers.0", "qwen": "mtp", "mimo": "model.mtp_layers.0", "deepseek": f"model.layers.{index}"}[layout]
+    first = target_config(target)["num_hidden_layers"] if layout == "deepseek" else 0
     named = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
     project, token, state, final = {
         "qwen": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
         "deepseek": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
     }.get(layout, named)
+    root = {"speculators": "mtp_layers.{}", "qwen": "mtp", "mimo": "model.mtp_layers.{}", "deepseek": "model.layers.{}"}[layout]
     make = Maker(seed)
-    make.matrix(f"{root}.{project}", hidden, 2 * hidden)
-    for norm in (token, state, final):
-        make.norm(f"{root}.{norm}", hidden)
-    make.layer(f"{root}.layers.0" if layout == "qwen" else root, inner)
-    if layout == "deepseek":
-        make.matrix(f"{root}.shared_head.head", inner["vocab_size"], hidden, gain=3.0)
+    for index in range(first, first + num_modules):
+        own = root.format(index)
+        if index == first or layout != "qwen":
+            make.matrix(f"{own}.{project}", hidden, 2 * hidden)
+            for norm in (token, state, final):
+                make.norm(f"{own}.{norm}", hidden)
+        make.layer(f"{own}.layers.{index}" if layout == "qwen" else own, inner)
+        if layout == "deepseek":
+            make.matrix(f"{own}.shared_head.head", inner["vocab_size"], hidden, gain=3.0)
+    config = {**inner, "num_nextn_predict_layers": num_modules}
     if layout == "speculators":
-        config = {**speculators_config("mtp", target), "transformer_layer_config": inner, "num_nextn_predict_layers": 1}
-    else:
-        config = {**inner, "num_nextn_predict_layers": 1}
+        config = {**speculators_config("mtp", target), "transformer_layer_config": inner, "num_nextn_predict_layers": num_modules}
     return write(directory, config, make.tensors, "model.safetensors")

@@ -6,6 +6,7 @@ a drafter or a policy live in its own file (a frozen dataclass `Options`) and ar
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
-from headway import plugins
+from headway import plugins, vllm_words
 from headway.errors import ConfigError, unknown_key
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -50,7 +51,7 @@ def json_object(value: Any, what: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How to speculate. `parse` reads what vLLM's --speculative-config takes, plus the key "policy"."""
+    """How to speculate. `parse` reads what vLLM's --speculative-config takes (see `vllm_words`), plus the key "policy"."""
 
     method: str | tuple[str, ...] = option(
         DEFAULT_METHOD, "drafter, or a list of drafters to choose from: names from `headway list drafters`, or package.module:Class"
@@ -118,6 +119,7 @@ class SpeculativeConfig:
 
     @classmethod
     def _from_mapping(cls, given: dict[str, Any]) -> SpeculativeConfig:
+        given = vllm_words.to_headway(given)
         method, drafter_given = _split_method(given.pop("method", DEFAULT_METHOD))
         names = (method,) if isinstance(method, str) else method
         drafter_types = {name: _drafter_option_types(plugins.load("drafter", name)) for name in names}
@@ -141,6 +143,7 @@ class SpeculativeConfig:
         own = {k: hint for k, hint in _field_types(cls).items() if k not in ("drafter_options", "policy_options", "method", "policy")}
         declared = {key: [name for name in names if key in drafter_types[name]] for types_of in drafter_types.values() for key in types_of}
         accepted = {*own, *declared, *POLICY_KEYS, "method", "policy"}
+        given = {key: value for key, value in given.items() if key in accepted or not vllm_words.without_effect(key, _quoted(names))}
         for key, value in given.items():
             if key not in accepted:
                 raise ConfigError(unknown_key(f"key in the speculative config of method {_quoted(names)}:", str(key), accepted))
@@ -178,6 +181,13 @@ class SpeculativeConfig:
     def options_of(self, name: str) -> dict[str, Any]:
         """What was given for the fields of the drafter's `Options`."""
         return {key: value for key, value in self.drafter_options.get(name, {}).items() if key != "model"}
+
+    def spelled_out(self, name: str) -> dict[str, Any]:
+        """All options of the drafter `name` that have a value, defaults too, and its `model`: what a recording says about it."""
+        cls = plugins.load("drafter", name)
+        given = {"model": self.model_of(name) if cls.takes_model else None, **self.options_of(name)}
+        options = {**dataclasses.asdict(_options("drafter", name, self.options_of(name))), **given} if hasattr(cls, "Options") else given
+        return {key: value for key, value in options.items() if value is not None}
 
     def build_drafter(self, name: str | None = None) -> Any:
         """One of `methods`, by default the first (a `drafters.drafter.Drafter`)."""
@@ -249,7 +259,7 @@ def _split_method(value: Any) -> tuple[str | tuple[str, ...], dict[str, dict[str
                 f'method must be a drafter\'s name or a list of names (or of {{"name": ..., options}}), got {value!r}. '
                 f"Accepted: {', '.join(plugins.names('drafter'))}"
             )
-        name = name.strip()
+        name = vllm_words.drafter(name.strip())
         if name in names:
             raise ConfigError(f"method names the drafter {name!r} twice")
         names.append(name)

@@ -12,14 +12,18 @@ import pytest
 import yaml
 
 from headway.cli.main import main
-from headway.config import SpeculativeConfig
+from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, SequenceView
 from headway.control.trace import TraceWriter
+from headway.engine.engine import Engine
 from headway.tune import emit
 from headway.tune.plan import Plan, Point, plan
-from headway.types import Feedback, SequenceFeedback
+from headway.tune.source import Source, of_headway, of_vllm
+from headway.types import Feedback, Request, SamplingParams, SequenceFeedback
+from tests.heads import eagle1_dir, eagle3_dir, medusa_dir
 
 OPTIONS = {"prompt_lookup_max": 5, "prompt_lookup_min": 1}
+ALL_FILES = {"headway.json", "vllm.json", "sglang.json", "trtllm-lower.yaml", "trtllm-upper.yaml", "llamacpp.txt", "plan.svg"}
 
 
 def falling() -> Plan:
@@ -69,8 +73,9 @@ def test_loads_next_to_each_other_leave_no_empty_range() -> None:
 # -- the formats --------------------------------------------------------------------------------------------------
 
 
-def files(made: Plan) -> dict[str, emit.File]:
-    return {file.name: file for file in emit.emit(made, OPTIONS)}
+def files(made: Plan, source: Source | None = None) -> dict[str, emit.File]:
+    found, _ = emit.emit(made, source or of_headway(made.drafter, OPTIONS))
+    return {file.name: file for file in found}
 
 
 def k_of(config: dict[str, Any], batch_size: int) -> int:
@@ -96,7 +101,7 @@ def test_vllm_s_table_is_what_our_own_parser_accepts() -> None:
 def test_one_length_needs_no_table_and_suffix_may_have_none() -> None:
     assert "num_speculative_tokens_per_batch_size" not in json.loads(files(always())["vllm.json"].text)
     suffix = Plan("suffix", falling().points, falling().ranges)
-    file = {file.name: file for file in emit.emit(suffix, {})}["vllm.json"]
+    file = files(suffix)["vllm.json"]
     assert "num_speculative_tokens_per_batch_size" not in json.loads(file.text)
     assert any("cannot vary k with suffix" in note for note in file.notes)
 
@@ -114,7 +119,7 @@ def test_sglang_s_slots(made: Plan) -> None:
         assert part.k in document[str(part.first)]["candidate_steps"]
 
 
-@pytest.mark.parametrize("made", [falling(), rising(), always()], ids=["falling", "rising", "always"])
+@pytest.mark.parametrize("made", [falling(), rising()], ids=["falling", "rising"])
 def test_tensorrt_llm_s_two_meanings_of_a_key(made: Plan) -> None:
     """Lower bounds: 1 is a key and has max_draft_len. Upper bounds: the smallest key has. No length is above it (llm_args.py)."""
     for kind, first in (("lower", 1), ("upper", made.ranges[0].last)):
@@ -160,7 +165,7 @@ def test_the_command_measures_and_writes_files_that_load(tiny_dir: Path, tmp_pat
     assert "in flight" in out
     assert "batch size 1 to" in out
     names = {path.name for path in (tmp_path / "t").iterdir()}
-    assert names == {"headway.json", "vllm.json", "sglang.json", "trtllm-lower.yaml", "trtllm-upper.yaml", "llamacpp.txt", "plan.svg"}
+    assert names == ALL_FILES
     ET.fromstring((tmp_path / "t" / "plan.svg").read_text())
     assert main(["config", str(tiny_dir), *engine, "--config", str(tmp_path / "t" / "headway.json"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"]["value"] == str(tiny_dir)
@@ -183,9 +188,9 @@ def test_what_cannot_be_tuned_is_named(words: list[str], message: str, tmp_path:
 # -- from recorded traffic ----------------------------------------------------------------------------------------
 
 
-def write_trace(path: Path, drafter: str, accepted: int) -> str:
+def write_trace(path: Path, drafter: str, accepted: int = 4, **header: Any) -> str:
     """Four sequences at a time write 41 tokens each, `accepted` of 4 drafts right in every step of 10 ms and 0.1 ms per token."""
-    writer = TraceWriter(path, {"max_k": 8, "drafters": [drafter], "max_num_seqs": 16})
+    writer = TraceWriter(path, {"max_k": 8, "drafters": [drafter], "max_num_seqs": 16, **header})
     for wave in range(6):
         ids = range(4 * wave, 4 * wave + 4)
         for step in range(1 + 40 // (accepted + 1)):
@@ -209,12 +214,122 @@ def test_recorded_traffic_is_enough(accepted: int, expected: str, tmp_path: Path
     assert (tmp_path / "t" / "trtllm-upper.yaml").exists()
 
 
+VLLM = {"engine": "vllm with headway 0.1.0"}
+OURS = {"engine": "headway 0.1.0"}
+
+
+def tune(folder: Path, traces: list[str], *words: str) -> int:
+    given = [word for trace in traces for word in ("--trace", trace)]
+    return main(["tune", *given, "--concurrencies", "4", *words, "--output", str(folder)])
+
+
+def written(folder: Path) -> dict[str, Any]:
+    """The JSON files of a folder that configure a drafter."""
+    return {path.name: json.loads(path.read_text()) for path in folder.iterdir() if path.name in ("headway.json", "vllm.json")}
+
+
 def test_traffic_of_our_proposer_inside_vllm_is_written_for_vllm(tmp_path: Path) -> None:
-    trace = write_trace(tmp_path / "1.jsonl", "custom_class", 4)
-    assert main(["tune", "--trace", trace, "--concurrencies", "4", "--output", str(tmp_path / "t")]) == 0
-    assert {path.name for path in (tmp_path / "t").iterdir()} == {"vllm.json", "plan.svg"}
-    written = json.loads((tmp_path / "t" / "vllm.json").read_text())
-    assert written == {"method": "custom_class", "num_speculative_tokens": 8, "model": "headway.vllm.Proposer"}
+    assert tune(tmp_path / "t", [write_trace(tmp_path / "1.jsonl", "custom_class", **VLLM)]) == 0
+    assert written(tmp_path / "t") == {
+        "vllm.json": {"method": "custom_class", "num_speculative_tokens": 8, "model": "headway.vllm.Proposer"}
+    }
+    assert {path.name for path in (tmp_path / "t").iterdir()} == {"vllm.json", "sglang.json", "plan.svg"}
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model", "medusa"])
+def test_traffic_of_vllm_s_trained_drafters(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The network is in the recording, or is given; without one nothing is written. No file is of another algorithm."""
+    bare = write_trace(tmp_path / "bare.jsonl", method, **VLLM)
+    assert tune(tmp_path / "refused", [bare]) == 2
+    assert f"'{method}' drafts with a network, and nothing says which: --draft-model names it" in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+    named = write_trace(tmp_path / "named.jsonl", method, **VLLM, drafter_options={method: {"model": "org/draft"}})
+    for folder, words in ((tmp_path / "a", [named]), (tmp_path / "b", [bare])):
+        assert tune(folder, words, *(["--draft-model", "org/draft"] if words == [bare] else [])) == 0
+        made = written(folder)
+        assert made["vllm.json"] == {"method": method, "num_speculative_tokens": 8, "model": "org/draft"}
+        ours = SpeculativeConfig.parse(made["headway.json"]["speculative_config"])
+        assert ours is not None
+        assert (ours.method, ours.model) == ({"eagle3": "eagle"}.get(method, method), "org/draft")
+        assert {path.name for path in folder.iterdir()} == {"headway.json", "vllm.json", "sglang.json", "plan.svg"}
+    assert "not written: trtllm-lower.yaml, trtllm-upper.yaml, llamacpp.txt: written for ngram only" in capsys.readouterr().out
+
+
+def test_the_options_of_the_recording_are_kept(tmp_path: Path) -> None:
+    options = {"ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2}}
+    for name, engine in (("1", OURS), ("2", VLLM)):
+        assert tune(tmp_path / name, [write_trace(tmp_path / f"{name}.jsonl", "ngram", **engine, drafter_options=options)]) == 0
+        expected = {"method": "ngram", "num_speculative_tokens": 8, **options["ngram"]}
+        assert written(tmp_path / name) == {"vllm.json": expected, "headway.json": {"speculative_config": expected}}
+        assert {path.name for path in (tmp_path / name).iterdir()} == ALL_FILES
+
+
+def test_our_own_recording_of_an_eagle_head(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's method is that of the checkpoint; options that only Headway has stay with Headway."""
+    for method, head in (("eagle3", eagle3_dir(tmp_path / "h3", tiny_dir)), ("eagle", eagle1_dir(tmp_path / "h1", tiny_dir))):
+        options = {"eagle": {"model": str(head), "topk": 1, "draft_sample_method": "probabilistic"}}
+        trace = write_trace(tmp_path / f"{method}.jsonl", "eagle", **OURS, drafter_options=options)
+        assert tune(tmp_path / method, [trace]) == 0
+        common = {"num_speculative_tokens": 8, "model": str(head), "draft_sample_method": "probabilistic"}
+        made = written(tmp_path / method)
+        assert made == {"vllm.json": {"method": method, **common},
+                        "headway.json": {"speculative_config": {"method": "eagle", "topk": 1, **common}}}
+    trees = write_trace(tmp_path / "trees.jsonl", "eagle", **OURS, drafter_options={"eagle": {"model": "org/eagle3", "topk": 4}})
+    assert tune(tmp_path / "trees", [trees]) == 0
+    assert set(written(tmp_path / "trees")) == {"headway.json"}
+    assert "not written: vllm.json: the recording is of trees" in capsys.readouterr().out
+
+
+def test_vllm_varies_no_k_with_medusa(tiny_dir: Path) -> None:
+    made = Plan("medusa", falling().points, falling().ranges)
+    file = files(made, of_vllm("medusa", {"model": "org/medusa"}))["vllm.json"]
+    assert json.loads(file.text) == {"method": "medusa", "num_speculative_tokens": 4, "model": "org/medusa"}
+    assert any("cannot vary k with Medusa heads" in note for note in file.notes)
+
+
+@pytest.mark.parametrize(
+    ("traces", "words", "message"),
+    [
+        ([("dspark9", VLLM)], [], "'dspark9', which neither Headway nor vLLM drafts with"),
+        ([("extract_hidden_states", VLLM)], [], "which neither Headway nor vLLM drafts with"),
+        ([("cascade", OURS)], [], "'cascade' drafts with a network, and nothing says which"),
+        ([("ngram", OURS)], ["--draft-model", "org/draft"], "--draft-model was given, but 'ngram' has no draft network"),
+        ([("eagle", {**OURS, "drafter_options": 3})], [], "drafter_options must be an object"),
+        ([("eagle", {**OURS, "drafter_options": {"eagle": {"model": name}}}) for name in ("a", "b")], [], "different draft networks, a, b"),
+    ],
+)
+def test_traces_that_give_no_config_are_refused(
+    traces: list[tuple[str, dict[str, Any]]], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [write_trace(tmp_path / str(i), drafter, **header) for i, (drafter, header) in enumerate(traces)]
+    assert tune(tmp_path / "t", paths, *words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_what_only_headway_has_is_written_for_headway(tmp_path: Path) -> None:
+    assert tune(tmp_path / "t", [write_trace(tmp_path / "1.jsonl", "layer_skip", **OURS)]) == 0
+    assert written(tmp_path / "t") == {"headway.json": {"speculative_config": {"method": "layer_skip", "num_speculative_tokens": 8}}}
+
+
+def test_the_engine_records_what_tune_needs(tiny_dir: Path, tmp_path: Path) -> None:
+    head = medusa_dir(tmp_path / "heads", tiny_dir)
+    recorded = tmp_path / "steps.jsonl"
+    speculative = SpeculativeConfig.parse({"method": "medusa", "model": str(head), "num_speculative_tokens": 3, "policy": "static"})
+    engine = Engine(EngineConfig(
+        model=str(tiny_dir), dtype="float32", device="cpu", kv_cache_memory_bytes=1 << 23, profile=False, trace=str(recorded),
+        speculative=speculative,
+    ))   # fmt: skip
+    engine.add(Request("r", [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)))
+    while engine.has_work():
+        engine.step()
+    assert engine.trace is not None
+    engine.trace.close()
+    assert tune(tmp_path / "t", [str(recorded)]) == 0
+    made = written(tmp_path / "t")
+    assert made["vllm.json"] is None or made["vllm.json"]["model"] == str(head)
+    header = json.loads(recorded.read_text().splitlines()[0])
+    assert header["drafter_options"] == {"medusa": {"model": str(head), "topk": 1, "draft_sample_method": "probabilistic"}}
 
 
 def test_traces_of_different_drafters_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

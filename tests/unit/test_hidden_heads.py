@@ -73,6 +73,20 @@ def test_medusa_with_fewer_tokens_and_one_output_layer(target: Decoder, tmp_path
     assert network.outputs[0] is network.outputs[2]
 
 
+@pytest.mark.parametrize("layout", ["repository", "converted"])
+def test_medusa_uses_the_heads_that_are_there(target: Decoder, tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As published: FasterDecoding/medusa-vicuna-7b-v1.3 has 0.0.linear.weight ... 4.1.weight beside a config that says 2."""
+    directory = medusa_dir(tmp_path / "m", target.directory, layout=layout, num_heads=5)
+    key = "medusa_num_heads" if layout == "repository" else "num_heads"
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, key: 2}))
+    with caplog.at_level("WARNING", "headway.medusa"):
+        network = MedusaFile(directory, target.config).load(target)
+    assert network.num_heads == 5
+    assert network.step(4, torch.randn(2, 64), torch.zeros(2))[0].shape == (2, 320)
+    assert "config.json names 2 heads, the weights have 5: all are used" in caplog.text
+
+
 @pytest.mark.parametrize("scale_input", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("prefix", "file"), [("speculator.", "model.safetensors"), ("", "pytorch_model.bin")])
@@ -167,7 +181,8 @@ Maker = Callable[..., Path]
         (medusa_dir, {"vocab_size": 400}, "", {}, "vocab_size 400, the target's is 320"),
         (medusa_dir, {}, "1.1.weight", {}, "lack 1.1.weight"),
         (medusa_dir, {}, "", {"0.0.linear.weight": torch.zeros(64, 32)}, r"0.0.linear.weight has shape \(64, 32\), expected \(64, 64\)"),
-        (medusa_dir, {"medusa_num_heads": 2}, "", {}, "would be ignored"),
+        (medusa_dir, {"medusa_num_heads": 4}, "", {}, "config.json names 4 heads, the weights have 3"),
+        (medusa_dir, {}, "", {"extra": torch.zeros(2)}, "would be ignored"),
         (medusa_dir, {"medusa_num_heads": "x"}, "", {}, "medusa_num_heads must be a positive integer"),
         (mlp_speculator_dir, {"emb_dim": 128}, "", {}, "hidden size 128, the target's is 64"),
         (mlp_speculator_dir, {"vocab_size": 400}, "", {}, "vocabulary of 400 tokens, the target's has 320"),

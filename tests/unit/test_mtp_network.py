@@ -26,6 +26,7 @@ from tests.speculators_reference import MTP_FIXTURE, inputs, make_mtp_directorie
 from tests.tiny import tiny_model_dir
 
 ROWS = 5
+STEPS = 4
 
 
 def load_target(directory: Path) -> Decoder:
@@ -37,11 +38,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_target(tiny_model_dir(tmp_path_factory.mktemp("target"), "llama", seed=3))
 
 
-def logits_of(network: FeatureNetwork, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def logits_of(network: FeatureNetwork, tokens: torch.Tensor, hidden: torch.Tensor, steps: int = 1) -> torch.Tensor:
+    """[ROWS + steps - 1, vocab]: of the pass over the first positions, and of those that continue it on the network's own output."""
     cache = KVCache(network.shape, 1, 16, network.dtype, network.device)
-    plan = cache.plan([([0], 0, ROWS)])
-    x = network.forward(tokens[1 : ROWS + 1], torch.arange(ROWS), network.fuse([hidden[:ROWS]]), plan, cache)
-    return network.predict(x)[0]
+    found, features, start, num = [], network.fuse([hidden[:ROWS]]), 0, ROWS
+    for _ in range(steps):
+        plan = cache.plan([([0], start, num)])
+        x = network.forward(tokens[start + 1 : start + num + 1], torch.arange(start, start + num), features, plan, cache)
+        logits, features = network.predict(x)
+        found.append(logits)
+        features, start, num = features[-1:], start + num, 1
+    return torch.cat(found)
 
 
 def test_logits_equal_the_speculators_package(tmp_path: Path) -> None:
@@ -78,7 +85,24 @@ def test_every_layout_is_the_same_module(target: Decoder, tmp_path: Path, layout
     if other.wiring.mask_first:
         assert not torch.allclose(logits_of(one, tokens, hidden), logits_of(other, tokens, hidden), atol=1e-3)
         other.wiring = dataclasses.replace(other.wiring, mask_first=False)
-    torch.testing.assert_close(logits_of(one, tokens, hidden), logits_of(other, tokens, hidden), atol=1e-4, rtol=1e-4)
+    assert len(logits_of(one, tokens, hidden, STEPS)) == ROWS + STEPS - 1
+    expected, found = (logits_of(network, tokens, hidden, STEPS) for network in (one, other))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)   # the chain amplifies rounding
+
+
+@pytest.mark.parametrize("layout", ["speculators", "qwen", "mimo", "deepseek"])
+def test_the_next_step_reads_the_normed_output(target: Decoder, tmp_path: Path, layout: str) -> None:
+    """As vLLM 0.31 and 0.32 do for every layout (deepseek_mtp.py, mimo_mtp.py, qwen3_next_mtp.py)."""
+    directory = mtp_dir(tmp_path / "m", target.directory, layout=layout)
+    file = MTPFile(directory, target.config)
+    name = {"speculators": "mtp_layers.0.final_layernorm", "qwen": "mtp.norm", "mimo": "model.mtp_layers.0.final_layernorm",
+            "deepseek": f"model.layers.{target.config.num_layers}.shared_head.norm"}[layout]
+    weight = load_file(directory / "model.safetensors")[f"{name}.weight"]
+    x = torch.randn(3, 64) * 5
+    normed = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    network = file.load(target)
+    torch.testing.assert_close(network.predict(x)[1], normed, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(network.handed_on(x), normed, atol=1e-5, rtol=1e-5)
 
 
 def test_the_module_inside_the_target_needs_no_name(target: Decoder, tmp_path: Path) -> None:

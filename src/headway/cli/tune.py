@@ -10,20 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway import plugins
 from headway.bench.load import LoadOptions
 from headway.cli.bench_throughput import command_line
 from headway.cli.flags import add_fields, read_fields
 from headway.cli.settings import add_engine_arguments, engine_config
 from headway.config import SpeculativeConfig, option
 from headway.errors import ConfigError
-from headway.vllm.flags import PROPOSER
 
 if TYPE_CHECKING:
     from headway.control.trace import Trace
     from headway.engine.engine import Engine
     from headway.tune.emit import File
     from headway.tune.plan import Plan, Point
+    from headway.tune.source import Source
 
 EPILOG = """examples:
   headway tune --workload code-edit
@@ -42,7 +41,8 @@ class TuneOptions:
 
     workload: str = option("mixed", "code-edit, summarize, chat, reasoning, mixed, drift, random or jsonl:PATH")
     concurrencies: str = option("1,4,16,64", "requests in flight to measure at; the schedule changes between them")
-    drafter: str = option("ngram", "ngram or suffix: what the other engines have, too")
+    drafter: str = option("ngram", "whose drafts to measure; ngram and suffix need no network and other engines have them, too")
+    draft_model: str | None = option(None, "network of a drafter that has one; with --trace, where the recording does not name it")
     max_k: int = option(8, "longest draft to consider")
     num_prompts: int = option(0, "requests per load; 0: two per request in flight, at least 8")
     output_len: int = option(64, "tokens to write per request")
@@ -76,8 +76,12 @@ def main(args: argparse.Namespace) -> int:
     loads = options.loads()
     if options.trace:
         return _from_traces(options, [load.concurrency for load in loads], args)
-    static = SpeculativeConfig.parse({"method": options.drafter, "num_speculative_tokens": options.max_k, "policy": "static"})
+    model = {} if options.draft_model is None else {"model": options.draft_model}
+    static = SpeculativeConfig.parse({"method": options.drafter, "num_speculative_tokens": options.max_k, "policy": "static", **model})
     assert static is not None
+    [drafter] = static.methods if len(static.methods) == 1 else [None]
+    if drafter is None:
+        raise ConfigError(f"tune measures one drafter at a time, got {options.drafter!r}")
     args.speculative_config = "off"
     args.sources["speculative_config"] = "default"
     config, _ = engine_config(args)
@@ -87,22 +91,22 @@ def main(args: argparse.Namespace) -> int:
 
     from headway.engine.engine import Engine
     from headway.tune import plan
+    from headway.tune.source import of_headway
 
+    source = of_headway(drafter, static.spelled_out(drafter))
     engine = Engine(config, progress=True)
-    points = _points(loads, *_record(engine, loads, static), options)
-    return _write(plan.plan(options.drafter, points, config.max_num_seqs), options, folder, args)
+    points = _points(loads, *_record(engine, loads, static), options, drafter)
+    return _write(plan.plan(drafter, points, config.max_num_seqs), source, options, folder, args)
 
 
 def _from_traces(options: TuneOptions, concurrencies: list[int], args: argparse.Namespace) -> int:
-    """The recorded sequences, so many at a time, with the recorded costs. Raises ConfigError for traces of different drafters."""
+    """The recorded sequences, so many at a time, with the recorded costs. Raises ConfigError for traces that do not belong together."""
     from headway.control.trace import read_trace
     from headway.tune import plan, replay
+    from headway.tune.source import of_traces
 
     traces = [read_trace(path) for path in options.trace or ()]
-    drafters = {trace.drafters[:1] for trace in traces}
-    if len(drafters) != 1 or not next(iter(drafters)):
-        raise ConfigError(f"the traces must have drafts of one drafter, the same in each; found {sorted(map(list, drafters))}")
-    [drafter] = next(iter(drafters))
+    drafter, source = of_traces(traces, options.draft_model)
     folder = _folder(options)
     costs = replay.fitted(*traces)
     max_k = min(options.max_k, max(trace.max_k for trace in traces))
@@ -115,7 +119,7 @@ def _from_traces(options: TuneOptions, concurrencies: list[int], args: argparse.
             found[k] = sum(out.num_tokens for out in outcomes) / sum(out.ms for out in outcomes) * 1e3
         points.append(plan.Point(concurrency, found))
     most = max(int(trace.header.get("max_num_seqs") or concurrencies[-1]) for trace in traces)
-    return _write(plan.plan(drafter, points, most), dataclasses.replace(options, workload="recorded traffic"), folder, args)
+    return _write(plan.plan(drafter, points, most), source, dataclasses.replace(options, workload="recorded traffic"), folder, args)
 
 
 def _folder(options: TuneOptions) -> Path:
@@ -127,24 +131,15 @@ def _folder(options: TuneOptions) -> Path:
     return folder
 
 
-def _write(found: Plan, options: TuneOptions, folder: Path, args: argparse.Namespace) -> int:
+def _write(found: Plan, source: Source, options: TuneOptions, folder: Path, args: argparse.Namespace) -> int:
     from headway.tune import emit
 
-    files = emit.emit(found, _drafter_options(found.drafter))
-    if found.drafter not in plugins.names("drafter"):   # recorded inside vLLM, with a drafter that is vLLM's
-        files = [file for file in files if file.name == "vllm.json"]
+    files, left_out = emit.emit(found, source)
     for file in files:
         (folder / file.name).write_text(file.text, encoding="utf-8")
     (folder / "plan.svg").write_text(_chart(found, options), encoding="utf-8")
-    _print(found, files, folder, command_line(args))
+    _print(found, files, left_out, folder, command_line(args))
     return 0
-
-
-def _drafter_options(drafter: str) -> dict[str, Any]:
-    if drafter not in plugins.names("drafter"):
-        return {"model": PROPOSER if drafter == "custom_class" else "(the draft model)"}
-    cls = plugins.load("drafter", drafter)
-    return dataclasses.asdict(cls.Options()) if hasattr(cls, "Options") else {}
 
 
 def _record(engine: Engine, loads: list[LoadOptions], static: SpeculativeConfig) -> tuple[list[Trace], list[Trace]]:
@@ -179,7 +174,7 @@ def _trace(engine: Engine, load: LoadOptions, speculative: SpeculativeConfig | N
         return read_trace(Path(folder) / "trace.jsonl")
 
 
-def _points(loads: list[LoadOptions], drafted: list[Trace], plain: list[Trace], options: TuneOptions) -> list[Point]:
+def _points(loads: list[LoadOptions], drafted: list[Trace], plain: list[Trace], options: TuneOptions, drafter: str) -> list[Point]:
     """Every k at every load, replayed with costs learned from all recordings."""
     from headway.tune import plan, replay
 
@@ -187,7 +182,7 @@ def _points(loads: list[LoadOptions], drafted: list[Trace], plain: list[Trace], 
     points = []
     for load, trace in zip(loads, drafted, strict=True):
         world = replay.World(trace, max_k=options.max_k, seed=options.seed, costs=costs)
-        found = {k: replay.run(replay.Fixed(options.drafter, k), world).goodput for k in (0, *replay.LENGTHS) if k <= options.max_k}
+        found = {k: replay.run(replay.Fixed(drafter, k), world).goodput for k in (0, *replay.LENGTHS) if k <= options.max_k}
         points.append(plan.Point(load.concurrency, found))
     return points
 
@@ -204,7 +199,7 @@ def _chart(found: Plan, options: TuneOptions) -> str:
     return line_chart(f"{options.workload}, {found.drafter}: predicted", "requests in flight", "output tokens/s", lines, log_x=True)
 
 
-def _print(found: Plan, files: list[File], folder: Path, command: str) -> None:
+def _print(found: Plan, files: list[File], left_out: list[str], folder: Path, command: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -231,4 +226,6 @@ def _print(found: Plan, files: list[File], folder: Path, command: str) -> None:
         print(f"{folder / file.name}\n    {file.usage}")
         for note in file.notes:
             print(f"    note: {note}")
+    for reason in left_out:
+        print(f"not written: {reason}")
     print(f"{folder / 'plan.svg'}\n    the chart\nmade by: {command}")

@@ -4,7 +4,8 @@ A trace is JSON lines, UTF-8. The first line is the header:
 
     {"format": "headway-trace", "version": 1, "engine": "headway 0.1.0", "model": "...", "max_k": 16, "drafters": ["suffix"], ...}
 
-`format` and `version` are needed; `max_k` is the largest k that could be asked for, `drafters` their names in order of preference.
+`format` and `version` are needed; `max_k` is the largest k that could be asked for, `drafters` their names in order of preference,
+`drafter_options` the options of each by its name, `model` (its network) among them.
 Other keys say where the trace came from and are kept. Every further line is one step that ran (times in milliseconds, counts in tokens):
 
     step, at_ms                 number of the step; when it ended, counted from the start of the trace

@@ -3,10 +3,14 @@
 Names read, `medusa_lm_head.pt` or safetensors: those of the Medusa repository, `H.L.linear.weight` (residual block L of head H) and
 `H.N.weight` (its output layer behind N blocks); and those of converted checkpoints, `blocks.H.layers.L.weight`, `lm_heads.H.weight`,
 `lm_head.weight` where all heads share one, `token_map` for a reduced vocabulary.
+
+How many heads there are is what the weights say: the configurations of published ones say 2 where there are five
+(github.com/InternLM/lmdeploy/issues/1180 lists the names).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -20,6 +24,10 @@ from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
+
+logger = logging.getLogger("headway.medusa")
+
+HEAD = re.compile(r"(?:blocks\.)?(\d+)\.")
 
 
 class Medusa(HiddenHeads):
@@ -57,8 +65,14 @@ class MedusaFile:
         for key, own in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
             if config.get(key, own) != own:
                 raise ModelError(f"{directory}: made for a target of {key} {config[key]}, the target's is {own}")
-        heads = {int(found[1]) for name in self.checkpoint.names if (found := re.match(r"(?:blocks\.)?(\d+)\.", name))}
-        self.num_heads = count("num_heads", default=count("medusa_num_heads", default=max(heads, default=-1) + 1 or None))
+        self.num_heads = there = max((int(found[1]) for name in self.checkpoint.names if (found := HEAD.match(name))), default=-1) + 1
+        if there == 0:
+            raise ModelError(f"{directory} has no Medusa heads: no tensor is named 0.0.linear.weight or blocks.0.layers.0.weight")
+        named = count("num_heads", default=count("medusa_num_heads", default=there))
+        if named > there:
+            raise ModelError(f"{directory}: config.json names {named} heads, the weights have {there}")
+        if named < there:
+            logger.warning("%s: config.json names %d heads, the weights have %d: all are used", directory, named, there)
         layers = config.get("medusa_num_layers", config.get("num_hidden_layers"))
         self.num_layers = 1 if layers is None else int(layers)
 

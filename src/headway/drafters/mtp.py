@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.drafters.core.feature_chain import FeatureChain
+from headway.drafters.core.module_chain import ModuleChain
 from headway.drafters.core.mtp_network import MTPFile
 from headway.models.config import ModelConfig
 
 
-class MTP(FeatureChain):
-    """`model` names the directory of the module; left out, it is in the target's own."""
+class MTP(ModuleChain):
+    """`model` names the directory of the module or modules; left out, they are in the target's own."""
 
     needs_model = False
 

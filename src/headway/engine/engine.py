@@ -370,6 +370,7 @@ class Engine:
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": str(self.model.device),
             "drafters": list(self.drafters),
+            "drafter_options": {name: speculative.spelled_out(name) for name in self.drafters} if speculative else {},
             "policy": speculative.policy if speculative else None,
             "max_k": self.scheduler.max_k,
             "max_num_seqs": self.config.max_num_seqs,

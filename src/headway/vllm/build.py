@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway import __version__
+from headway import __version__, vllm_words
 from headway.control.trace import TraceWriter
 from headway.errors import ConfigError
 from headway.vllm import compat
@@ -117,12 +117,19 @@ def _off(settings: Settings, spec: Any) -> str:
     return "" if spec else "there is no --speculative-config, so there are no drafts to choose from"
 
 
+def drafter_options(spec: Any, method: str) -> dict[str, Any]:
+    """What a recording says about vLLM's drafter, by vLLM's names."""
+    keys = vllm_words.OPTIONS.get(method, ())
+    return {key: value for key in keys if (value := getattr(spec, key, None)) is not None}
+
+
 def _trace(settings: Settings, config: Any, method: str, scheduler: Any, policy: str) -> TraceWriter | None:
     if not settings.trace:
         return None
     header: Mapping[str, Any] = {
         "engine": f"vllm with headway {__version__}", "model": config.model_config.model, "dtype": str(config.model_config.dtype),
-        "drafters": [method], "policy": policy, "max_k": scheduler.num_spec_tokens, "max_num_seqs": scheduler.max_num_running_reqs,
+        "drafters": [method], "drafter_options": {method: drafter_options(config.speculative_config, method)},
+        "policy": policy, "max_k": scheduler.num_spec_tokens, "max_num_seqs": scheduler.max_num_running_reqs,
         "max_num_batched_tokens": scheduler.max_num_scheduled_tokens,
     }  # fmt: skip
     rank = getattr(config.parallel_config, "data_parallel_index", 0)   # each data-parallel rank has a scheduler, so a trace, of its own

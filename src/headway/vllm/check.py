@@ -18,8 +18,9 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.vllm import compat
 from headway.vllm.build import TOKEN_ONLY
-from headway.vllm.flags import METHODS, PROPOSER, SCHEDULER, read_flags
+from headway.vllm.flags import METHODS, SCHEDULER, read_flags
 from headway.vllm.settings import KEY, Settings, k_table
+from headway.vllm_words import PROPOSER
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 # Drafters that run on the CPU between steps: vLLM does not schedule asynchronously with them.

@@ -11,9 +11,9 @@ from typing import Any
 from headway.config import json_object
 from headway.errors import ConfigError, unknown_key
 from headway.vllm.settings import KEY, Settings, k_table
+from headway.vllm_words import PROPOSER
 
 SCHEDULER = "headway.vllm.Scheduler"
-PROPOSER = "headway.vllm.Proposer"
 DEFAULT_METHOD = "headway"
 
 

@@ -34,7 +34,8 @@ from headway.types import Draft
 
 
 @dataclass(slots=True)
-class _State:
+class SequenceState:
+    seq_id: int
     track: FeatureTrack
     blocks: list[int] = field(default_factory=list)
     begin: int = 0        # K/V slot 0 is this position
@@ -76,7 +77,7 @@ class FeatureChain(Drafter):
         self._file = self.read(directory, context.target)
         self.hidden_layers = self._file.hidden_layers
         self._dtype, self.block_size = context.dtype, context.block_size
-        own = KVCache.bytes_per_block(self._file.shape, context.block_size, context.dtype)
+        own = self._file.num_modules * KVCache.bytes_per_block(self._file.shape, context.block_size, context.dtype)
         self._kept_bytes = len(self.hidden_layers) * context.target.hidden_size * context.block_size * context.dtype.itemsize
         weights = self._file.num_elements * bytes_per_weight(context.dtype, context.device)
         return DrafterMemory(weight_bytes=weights, kv_bytes_per_block=own + self._kept_bytes)
@@ -93,7 +94,7 @@ class FeatureChain(Drafter):
         self.store = FeatureStore(block_size, kept_bytes)
         self.cache = KVCache(network.shape, num_blocks, block_size, network.dtype, network.device)
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, SequenceState] = {}
 
     def commit(self, committed: Sequence[Committed]) -> None:
         for c in committed:
@@ -101,7 +102,7 @@ class FeatureChain(Drafter):
                 continue
             state = self._states.get(c.seq_id)
             if state is None:
-                state = self._states[c.seq_id] = _State(FeatureTrack(self.store, c.salt))
+                state = self._states[c.seq_id] = SequenceState(c.seq_id, FeatureTrack(self.store, c.salt))
             state.track.add(c.start, c.hidden, c.token_ids)
 
     def stop(self, seq_id: int) -> None:
@@ -139,7 +140,7 @@ class FeatureChain(Drafter):
                 ready.append(i)
         return ready
 
-    def _grow(self, state: _State, num_blocks: int, wanted: set[int]) -> bool:
+    def _grow(self, state: SequenceState, num_blocks: int, wanted: set[int]) -> bool:
         """Takes blocks from the pool; when it is empty, from the sequences not asked for, which read everything anew when they are."""
         missing = num_blocks - len(state.blocks)
         if missing > len(self._free):
@@ -159,7 +160,7 @@ class FeatureChain(Drafter):
 
     # -- the draft ------------------------------------------------------------------------------------------------
 
-    def _draft(self, requests: list[DraftRequest], states: list[_State], continue_drafting: ContinueDrafting) -> list[Draft]:
+    def _draft(self, requests: list[DraftRequest], states: list[SequenceState], continue_drafting: ContinueDrafting) -> list[Draft]:
         def advance(going: list[int], tokens: list[int], features: Tensor, position: int, num: int) -> list[Prediction]:
             return self._advance([states[i] for i in going], tokens, features, position, num)
 
@@ -173,9 +174,9 @@ class FeatureChain(Drafter):
         first = self._catch_up(requests, states, num)
         return draft_chain(requests, continue_drafting, self.sampler, first, advance, ids, self.head, deterministic=self.deterministic)
 
-    def _catch_up(self, requests: list[DraftRequest], states: list[_State], num: int = 1) -> list[Prediction]:
+    def _catch_up(self, requests: list[DraftRequest], states: list[SequenceState], num: int = 1) -> list[Prediction]:
         """Reads what was committed since; returns what the network says at each last position, and behind it, up to `num` times."""
-        unread = [_Unread(request, state, state.track.take()) for request, state in zip(requests, states, strict=True)]
+        unread = [Unread(request, state, state.track.take()) for request, state in zip(requests, states, strict=True)]
         for part in catch_up([len(each) for each in unread]):
             parts = [unread[i].first(num) for i, num in part]
             plan, token_ids, positions = self._read(parts, 1)
@@ -187,7 +188,7 @@ class FeatureChain(Drafter):
         plan, token_ids, positions = self._read(unread, num)
         return self.network.steps(token_ids, positions, [each.hidden for each in unread], plan, self.cache, ends, num)
 
-    def _advance(self, states: list[_State], tokens: list[int], features: Tensor, position: int, num: int) -> list[Prediction]:
+    def _advance(self, states: list[SequenceState], tokens: list[int], features: Tensor, position: int, num: int) -> list[Prediction]:
         """One more row per sequence, on the network's own output, or `num` of them; their K/V is scratch."""
         at, num = [state.filled + position for state in states], num if self.network.several(self.cache) else 1
         rows = [(state.blocks, where - state.begin, 1) for state, where in zip(states, at, strict=True)]
@@ -197,7 +198,7 @@ class FeatureChain(Drafter):
     def _plan(self, rows: list[Row], num: int) -> AttentionPlan:
         return self.cache.plan(rows) if num == 1 else make_plan(rows, self.block_size, self.network.device, ahead=num - 1)
 
-    def _continue(self, states: list[_State], level: Level, features: Tensor) -> Prediction:
+    def _continue(self, states: list[SequenceState], level: Level, features: Tensor) -> Prediction:
         """The nodes of a level: as `_advance`, `topk` rows per sequence, each seeing its own path."""
         num = level.tokens.shape[1]
         rows, trees = [], []
@@ -209,7 +210,7 @@ class FeatureChain(Drafter):
         plan, tokens = self.cache.plan(rows, trees), level.tokens.flatten().tolist()
         return self.network.steps(tokens, positions, features.contiguous(), plan, self.cache, range(len(tokens)))[0]
 
-    def _read(self, parts: list[_Unread], num: int) -> tuple[AttentionPlan, list[int], list[int]]:
+    def _read(self, parts: list[Unread], num: int) -> tuple[AttentionPlan, list[int], list[int]]:
         """(plan, token ids, positions) of a pass over unread positions, which become part of the state, and of `num` - 1 behind it."""
         spans: list[Row] = []
         token_ids: list[int] = []
@@ -225,16 +226,16 @@ class FeatureChain(Drafter):
 
 
 @dataclass(slots=True)
-class _Unread:
+class Unread:
     request: DraftRequest
-    state: _State
+    state: SequenceState
     hidden: Hidden
 
     def __len__(self) -> int:
         return len(self.hidden[0])
 
-    def first(self, num: int) -> _Unread:
+    def first(self, num: int) -> Unread:
         """Split off."""
-        part = _Unread(self.request, self.state, tuple(layer[:num] for layer in self.hidden))
+        part = Unread(self.request, self.state, tuple(layer[:num] for layer in self.hidden))
         self.hidden = tuple(layer[num:] for layer in self.hidden)
         return part

@@ -107,6 +107,10 @@ class FeatureNetwork:
         normed = x if self.wiring.final_norm is None else self.wiring.final_norm(x)
         return self.lm_head(normed), normed if self.wiring.norm_output else x
 
+    def handed_on(self, x: Tensor) -> Tensor:
+        """The features of `predict` alone."""
+        return self.wiring.final_norm(x) if self.wiring.norm_output and self.wiring.final_norm is not None else x
+
     @torch.inference_mode()
     def forward(
         self, token_ids: Tensor, positions: Tensor, features: Tensor, plan: AttentionPlan, cache: KVCache, *, fill: bool = False
@@ -139,6 +143,7 @@ class FeatureFile(ABC):
     checkpoint: Checkpoint
     shape: ModelConfig
     hidden_layers: tuple[int, ...]
+    num_modules = 1
 
     @property
     def num_elements(self) -> int:
@@ -148,6 +153,10 @@ class FeatureFile(ABC):
     @abstractmethod
     def load(self, target: Decoder) -> FeatureNetwork:
         """Reads the weights. Raises ModelError."""
+
+    def load_further(self, target: Decoder) -> list[FeatureNetwork]:
+        """The modules behind the first: each continues the output of the one before it."""
+        return []
 
 
 class Builder:

@@ -1,8 +1,8 @@
 """Multi-token prediction modules that are published with, or beside, their targets.
 
-One module: embedding and hidden state are normed and projected together, one decoder layer, a final norm, the target's output layer.
-Drafts beyond the module's own position come from chaining it over its own output (arXiv:2412.19437, section 2.2; with more than
-one module, draft j takes module j, the last one over and over). Layouts read, told apart by their names:
+One module: embedding and hidden state are normed and projected together, one decoder layer, a final norm, the output layer. It reads
+the normed output of the module before it, the first one that of the target (arXiv:2412.19437, section 2.2). Draft j comes from module
+j % (number of modules), as in vLLM and SGLang: a single one is chained over its own output. Layouts read, told apart by their names:
 
 - Qwen's: `mtp.fc`, `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden`, `mtp.layers.N`, `mtp.norm` (norms and projection are shared);
 - the speculators package's: `mtp_layers.N.{input_proj, token_layernorm, hidden_layernorm, final_layernorm}` beside the layer;
@@ -10,10 +10,14 @@ one module, draft j takes module j, the last one over and over). Layouts read, t
 - DeepSeek-V3's: `model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, shared_head.head}` beside layer N, counted on from the target's.
 
 The layer itself must be a dense Llama-like one; mixtures of experts and latent attention are named in the error.
+
+What is handed on is normed in every layout. For DeepSeek's, vLLM did otherwise until it followed SGLang (`deepseek_mtp.py` of 0.31).
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +32,12 @@ from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 
+logger = logging.getLogger("headway.mtp")
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of one published layout; `{i}` is the module's number in the file."""
+    """Names of one published layout; `{i}` is the module's number in the file, names without it are shared by all modules."""
 
     name: str
     probe: str                       # a tensor that only this layout has
@@ -79,47 +85,71 @@ class MTPFile(FeatureFile):
         checkpoint.check_type("mtp", "mtp reads: mtp, and modules that come with their target")
         whole = checkpoint.config
         config: Mapping[str, Any] = whole.get("transformer_layer_config") or whole.get("text_config") or whole
-        first = target.num_layers
         for layout in LAYOUTS:
-            self.index = first if layout.name == "DeepSeek" else 0
-            if layout.probe.format(i=self.index) in checkpoint:
+            self.first = target.num_layers if layout.name == "DeepSeek" else 0
+            if layout.probe.format(i=self.first) in checkpoint:
                 self.layout = layout
                 break
         else:
-            wanted = ", ".join(layout.probe.format(i=first) for layout in LAYOUTS)
+            wanted = ", ".join(layout.probe.format(i=target.num_layers) for layout in LAYOUTS)
             raise ModelError(f"{directory} has no multi-token prediction module this reader knows; looked for {wanted}")
+        self.num_modules = self._count(whole, config)
         self.shape = decoder_shape(checkpoint, config, target, 1)
         if self.shape.hidden_size != target.hidden_size:
             sizes = f"made for a target of hidden size {self.shape.hidden_size}, the target's is {target.hidden_size}"
             raise ModelError(f"{directory}: {sizes}")
-        layer = self.name(self.layout.layer)
+        layers = tuple(f"{self.layout.layer.format(i=i)}." for i in self._numbers)
         for part, what in UNSUPPORTED.items():
-            if any(name.startswith(f"{layer}.{part}") for name in checkpoint.names):
+            if any(name.startswith(tuple(f"{layer}{part}" for layer in layers)) for name in checkpoint.names):
                 raise ModelError(f"{directory}: the module's layer has {what}, which is not supported. Supported: dense Llama-like layers")
 
-    def name(self, pattern: str) -> str:
-        return pattern.format(i=self.index)
+    def _count(self, *configs: Mapping[str, Any]) -> int:
+        """How many modules there are. The weights decide; a configuration that names more than there are is an error."""
+        names = self.checkpoint.names
+        layers = (f"{self.layout.layer.format(i=i)}." for i in itertools.count(self.first))
+        there = sum(1 for _ in itertools.takewhile(lambda layer: any(name.startswith(layer) for name in names), layers))
+        keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+        named = next((self.checkpoint.number(key, config) for config in configs for key in keys if config.get(key)), there)
+        if named > there:
+            raise ModelError(f"{self.checkpoint.directory}: config.json names {named} modules, the weights have {there}")
+        if named < there:
+            logger.warning("%s: config.json names %d modules, the weights have %d: all are used", self.checkpoint.directory, named, there)
+        return there
+
+    @property
+    def _numbers(self) -> range:
+        return range(self.first, self.first + self.num_modules)
 
     @property
     def num_elements(self) -> int:
-        """Of the module; the directory may hold the whole target beside it."""
+        """Of the modules; the directory may hold the whole target beside them."""
         layout = self.layout
-        parts = {self.name(part) for part in (layout.layer, layout.project, layout.token_norm, layout.hidden_norm, layout.final_norm)}
-        return self.checkpoint.num_elements(tuple(f"{part}." for part in parts))
+        patterns = (layout.layer, layout.project, layout.token_norm, layout.hidden_norm, layout.final_norm)
+        modules = [tuple({f"{pattern.format(i=i)}." for pattern in patterns}) for i in self._numbers]
+        return sum(self.checkpoint.num_elements(parts) for parts in modules)
+
+    def load(self, target: Decoder) -> FeatureNetwork:
+        """The first module."""
+        return self._module(target, self.first)
+
+    def load_further(self, target: Decoder) -> list[FeatureNetwork]:
+        return [self._module(target, number) for number in self._numbers[1:]]
 
     @torch.inference_mode()
-    def load(self, target: Decoder) -> FeatureNetwork:
-        """One module, chained over its own normed output."""
+    def _module(self, target: Decoder, number: int) -> FeatureNetwork:
         shape, layout = self.shape, self.layout
         build = Builder(self.checkpoint, shape, target.dtype, target.device)
-        layer = build.layer(self.name(layout.layer))
-        head = self.name("model.layers.{i}.shared_head.head.weight")
+
+        def name(pattern: str) -> str:
+            return pattern.format(i=number)
+
+        layer, head = build.layer(name(layout.layer)), name("model.layers.{i}.shared_head.head.weight")
         own_head = layout.name == "DeepSeek" and head in self.checkpoint
         lm_head = build.linear(head.removesuffix(".weight"), {"": shape.vocab_size}, shape.hidden_size) if own_head else target.lm_head
         wiring = Wiring(
-            token_norm=build.norm(self.name(layout.token_norm)), feature_norm=build.norm(self.name(layout.hidden_norm)),
-            project=build.linear(self.name(layout.project), {"": shape.hidden_size}, 2 * shape.hidden_size),
-            final_norm=build.norm(self.name(layout.final_norm)), feature_first=layout.hidden_first, mask_first=layout.mask_first,
+            token_norm=build.norm(name(layout.token_norm)), feature_norm=build.norm(name(layout.hidden_norm)),
+            project=build.linear(name(layout.project), {"": shape.hidden_size}, 2 * shape.hidden_size),
+            final_norm=build.norm(name(layout.final_norm)), feature_first=layout.hidden_first, mask_first=layout.mask_first,
             norm_output=True,
         )
         return FeatureNetwork(shape, self.hidden_layers, target.embedding, [layer], lm_head, None, wiring)
