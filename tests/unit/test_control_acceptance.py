@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.control.acceptance import PRIOR, Acceptance
+from headway.control.goodput.acceptance import PRIOR, Acceptance
 
 Floats = NDArray[np.float64]
 

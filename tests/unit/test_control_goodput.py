@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel, Work
+from headway.control.goodput.drafter_state import Candidate
 from headway.control.policies import goodput
 from headway.control.policies.goodput import Goodput
 from headway.control.policy import BatchView, DrafterView, DraftView, SequenceView, Setup

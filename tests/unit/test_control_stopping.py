@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel, Work
+from headway.control.goodput.drafter_state import Candidate
+from headway.control.goodput.stopping import Stopping
 from headway.control.policies.goodput import Goodput
 from headway.control.policy import DrafterView
-from headway.control.stopping import Stopping
 from headway.types import DrafterFeedback, Feedback
 from tests.closed_loop import DrafterCost, Fixed, Texture, World, run
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headway.config import SpeculativeConfig
-from headway.control.candidate import Candidate, judged_nodes
 from headway.control.costs import CostModel
+from headway.control.goodput.drafter_state import Candidate, judged_nodes
 from headway.control.policy import DrafterView, DraftView
 from headway.drafters.core.chain import Prediction
 from headway.drafters.core.eagle_network import load_eagle

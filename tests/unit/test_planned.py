@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel
-from headway.control.planned import net_of, promises
+from headway.control.goodput.decision import net_of, promises
+from headway.control.goodput.drafter_state import Candidate
 from headway.control.policy import DrafterView, DraftView
 
 

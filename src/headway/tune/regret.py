@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel
+from headway.control.goodput.drafter_state import Candidate
+from headway.control.goodput.gain import Own
 from headway.control.policies.goodput import Goodput
 from headway.control.policy import BatchView, DraftView, SequenceView, Setup
-from headway.control.worth import Own
 from headway.types import Choice
 
 if TYPE_CHECKING:

@@ -4,27 +4,27 @@ Time has a price: `rate`, the tokens a millisecond is worth, is the plain rate B
 reached lately. Every decision compares tokens gained with milliseconds spent at that price:
 
     whom to ask     what asking a drafter for this request has brought lately, net of verification and of drafting on
-                    (control/worth.py), against what one draft costs, catching up included. The best drafter of a request wins,
+                    (goodput/gain.py), against what one draft costs, catching up included. The best drafter of a request wins,
                     with a bonus for the one it has; a group that does not pay for its drafter's fixed cost is not asked.
     in which order  drafters that copy for next to nothing are looked at before a dear one is asked, and each step decides with their
-                    drafts in hand who drafts (control/planned.py)
+                    drafts in hand who drafts (goodput/decision.py)
     how deep        the k beyond which a further position gains less over all asked requests than drafting it costs; where one token
-                    takes a while, decided before each by the confidence of those drafted (control/stopping.py)
-    what to verify  control/allocation.py over all drafts at once, with calibrated confidence, against T(n) of the cost model
+                    takes a while, decided before each by the confidence of those drafted (goodput/stopping.py)
+    what to verify  goodput/allocation.py over all drafts at once, with calibrated confidence, against T(n) of the cost model
 
 Sampled drafts get their length from statistics known before they are drawn and are verified whole, as the losslessness rule of
 control/policy.py demands. Drafts that are a function of the prefix are trimmed after drafting, when their confidence is known.
 
-Exploration is paid from a bucket per drafter, together a share of the time (control/candidate.py): requests it does not seem to pay for
+Exploration is paid from a bucket per drafter, together a share of the time (goodput/drafter_state.py): requests it does not seem to pay for
 are tried again, all at once; where another drafter is at work, with a shadow draft that is not verified. What probes lead to is put back
 into the bucket, so that bursts of copied text pay for finding the next one. A shadow draft of a drafter that is switched off grants
-another where it would have paid: it then spends that share over the share of those that would not. New drafters: control/trial.py.
+another where it would have paid: it then spends that share over the share of those that would not. New drafters: goodput/exploration.py.
 
 What is decided before drafting holds for HOLD_STEPS while the batch stays the same, and when nobody is worth asking nothing is decided
 for REST_STEPS. The policy's own time has a price, too: when all that asking would gain is less than that, nobody is asked. What is
 known of acceptance and worth outlives a run (`learned`), as a first guess that the first requests test.
 
-The guard (control/guard.py) compares with a measured counterfactual. Guaranteed, while costs and acceptance change more slowly
+The guard (goodput/guard.py) compares with a measured counterfactual. Guaranteed, while costs and acceptance change more slowly
 than it remembers (150 steps): time lost against plain decoding is at most about that for probes, beyond what they bring, plus
 TOLERANCE that counts as noise, plus the policy's own time; and each time a workload turns against a drafter, the loss of the steps until
 its account shows it (20 to 150). Not guaranteed: anything against a workload that flips faster than that.
@@ -41,15 +41,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config import option
-from headway.control.allocation import FEW
-from headway.control.candidate import FOUND_ASKS, Candidate, some
 from headway.control.costs import Work
-from headway.control.depth import DEPTHS, choose_depth
-from headway.control.guard import Mean, Plain
-from headway.control.planned import STEEP, Held, Step, choice
+from headway.control.goodput.allocation import FEW
+from headway.control.goodput.decision import STEEP, Held, Step, choice
+from headway.control.goodput.draft_length import DEPTHS, choose_depth
+from headway.control.goodput.drafter_state import FOUND_ASKS, Candidate, some
+from headway.control.goodput.gain import Own
+from headway.control.goodput.guard import Mean, Plain
+from headway.control.goodput.verification import select_few, select_many
 from headway.control.policy import AdaptivePolicy, BatchView, DraftView, SequenceView, Setup
-from headway.control.selection import select_few, select_many
-from headway.control.worth import Own
 from headway.errors import ConfigError
 from headway.types import Choice, Feedback, Forecast, SequenceFeedback, ShadowFeedback
 

@@ -1,6 +1,6 @@
-"""What to verify of finished drafts: control/allocation.py with each drafter's calibrated acceptance.
+"""What to verify of finished drafts: control/goodput/allocation.py with each drafter's calibrated acceptance.
 
-In numbers for few drafts, in arrays for many. What a drafter that is new may have verified: control/trial.py.
+In numbers for few drafts, in arrays for many. What a drafter that is new may have verified: control/goodput/exploration.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.allocation import allocate, allocate_few
-from headway.control.candidate import Candidate
-from headway.control.planned import Step
+from headway.control.goodput.allocation import allocate, allocate_few
+from headway.control.goodput.decision import Step
+from headway.control.goodput.drafter_state import Candidate
 from headway.control.policy import DraftView
 
 FloatArray = NDArray[np.float64]

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.acceptance import Acceptance
 from headway.control.costs import CostModel
-from headway.control.guard import Account, Mean
+from headway.control.goodput.acceptance import Acceptance
+from headway.control.goodput.exploration import Trial, most_valuable
+from headway.control.goodput.gain import Worth
+from headway.control.goodput.guard import Account, Mean
 from headway.control.policy import DrafterView, DraftView
-from headway.control.trial import Trial, most_valuable
-from headway.control.worth import Worth
 from headway.types import Feedback, SequenceFeedback, ShadowFeedback, depths_of
 
 FloatArray = NDArray[np.float64]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.candidate import Candidate
+from headway.control.goodput.drafter_state import Candidate
 
 FloatArray = NDArray[np.float64]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.allocation import FEW, allocate, allocate_few
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel, Work
+from headway.control.goodput.allocation import FEW, allocate, allocate_few
+from headway.control.goodput.drafter_state import Candidate
 
 FloatArray = NDArray[np.float64]
 

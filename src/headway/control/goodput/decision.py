@@ -14,11 +14,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from headway.control.allocation import FEW
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel
+from headway.control.goodput.allocation import FEW
+from headway.control.goodput.drafter_state import Candidate
+from headway.control.goodput.stopping import Stopping
 from headway.control.policy import DraftView, SequenceView
-from headway.control.stopping import Stopping
 from headway.types import Choice
 
 STEEP = 0.02        # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
