@@ -132,7 +132,7 @@ WORLDS: dict[str, Case] = {
     "cold@1": Case(simple(1, EDIT), 120, profiled=False),
     "cold@16": Case(simple(16, EDIT), 200, profiled=False),
     "cold, first steps compile@8": Case(
-        simple(8, EDIT, sunk=True, clock=lambda step, ms: ms * (100.0 if step < 3 else 1.0)), 240, profiled=False
+        simple(8, EDIT, drafts_ahead=True, clock=lambda step, ms: ms * (100.0 if step < 3 else 1.0)), 240, profiled=False
     ),
     "confidence lies, useless@16": Case(simple(16, Texture(0.3, 4, 0.02, lambda rate: 0.99))),
     "confidence is upside down@8": Case(simple(8, Texture(0.9, 16, 0.93, lambda rate: 1.0 - rate))),
@@ -295,7 +295,8 @@ def main() -> None:
         for i, path in enumerate(paths)
     }
     for path, row in table.items():
-        print(f"{path:45} {row['value']:>8} " + "  ".join(f"{row[at]['mean']:.4f} ({row[at]['there']:.3f} {row[at]['world']})" for at in ("half", "twice")))
+        changes = [f"{row[at]['mean']:.4f} ({row[at]['there']:.3f} {row[at]['world']})" for at in ("half", "twice")]
+        print(f"{path:45} {row['value']:>8}  {'  '.join(changes)}")
     print("noise", noise)
     if options.output is not None:
         publish(options.output, {"origin": origin(), "noise": noise, "seeds": options.seeds, "rates": base, "constants": table})

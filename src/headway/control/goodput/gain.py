@@ -1,11 +1,11 @@
-"""What asking one drafter is worth, for each request: tokens gained by an ask, net of verifying them and of drafting beyond the first.
+"""What asking a drafter brings, for each request: tokens gained by one ask, net of verifying them and of drafting beyond the first token.
 
-The answer "nothing to propose" is a gain of 0, so the worth of a drafter that is often silent is small whatever its drafts are worth when
-there are any. The pool's mean starts high enough to be tried. A request's own mean is believed as far as that has predicted gains: of
-pool + trust * (own - pool), the `trust` with the least squared error so far is used, so that requests that are alike are
-not told apart by noise. A request that is not asked drifts back to the pool.
+An answer without a draft is a gain of 0, so a drafter that is often silent gains little however good its drafts are. The mean over all
+requests (`pool`) starts high enough to be tried. A request's own mean counts as far as it has predicted gains so far: of
+pool + trust * (own - pool), the `trust` with the least squared error is used. So requests that are alike are not told apart by noise. A
+request that is not asked drifts back to the pool.
 
-Numbers, not arrays: most batches are small, and then an array costs more than what it holds.
+Numbers, not arrays: most batches are small, and then an array takes longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -23,58 +23,74 @@ _DRIFT_STEPS = 300.0    # until a request that is not asked has come back half t
 
 
 @dataclass(slots=True)
-class Own:
-    """One request."""
+class RequestGain:
+    """What is known of one request."""
 
     mean: float             # tokens net per ask
-    asks: float             # how many that is made of, the prior's included
+    num_asks: float         # how many that is made of, the prior's included
     asked_at: int = -1      # step of the last ask; -1: never
-    seen: int = 0           # known tokens at the last ask
-    found: int = 0          # asks to come that count as what a probe brought
+    num_seen: int = 0       # known tokens at the last ask
+
+    def note_ask(self, step: int, num_seen: int) -> None:
+        self.asked_at, self.num_seen = step, num_seen
+
+    def learn(self, gain: float) -> None:
+        self.num_asks += 1.0
+        self.mean += max(_OWN_SHARE, 1.0 / self.num_asks) * (gain - self.mean)
+
+    def restart(self, mean: float) -> None:
+        self.mean, self.num_asks = mean, _PRIOR_ASKS
+
+    def raise_to(self, mean: float) -> bool:
+        """Whether `mean` is more than was known; then it is believed at once."""
+        higher = mean > self.mean
+        self.mean = max(self.mean, mean)
+        return higher
 
 
-class Worth:
+class Gain:
+    """One drafter's gain for any number of requests."""
+
     def __init__(self) -> None:
         self.pool = FIRST
         self.num_learned = 0
         self._trust = _TRUST[0]
         self._loss = [0.0] * len(_TRUST)
-        self._own: dict[int, Own] = {}
+        self._requests: dict[int, RequestGain] = {}
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._requests)
 
-    def of(self, seq_id: int) -> Own:
-        own = self._own.get(seq_id)
-        if own is None:
-            own = self._own[seq_id] = Own(self.pool, _PRIOR_ASKS)
-        return own
+    def of(self, seq_id: int) -> RequestGain:
+        request = self._requests.get(seq_id)
+        if request is None:
+            request = self._requests[seq_id] = RequestGain(self.pool, _PRIOR_ASKS)
+        return request
 
-    def predict(self, own: Own, step: int) -> float:
+    def predict(self, request: RequestGain, step: int) -> float:
         """Tokens net of one more ask."""
-        gap = own.mean - self.pool
-        idle = step - own.asked_at
+        gap = request.mean - self.pool
+        idle = step - request.asked_at
         return float(self.pool + self._trust * (gap if idle < 8 else gap * 0.5 ** (idle / _DRIFT_STEPS)))
 
     def learn(self, seq_id: int, gain: float, *, probed: bool = False) -> None:
-        """Tokens net that asking brought. Of a probe the pool learns more: there are few of them."""
-        own = self.of(seq_id)
-        gap, keep = own.mean - self.pool, 1.0 - 1.0 / _TRUST_MEMORY
+        """Tokens net that asking brought. The pool learns more from a probe: there are few of them."""
+        request = self.of(seq_id)
+        gap, keep = request.mean - self.pool, 1.0 - 1.0 / _TRUST_MEMORY
         missed = self.pool - gain
         loss = self._loss = [keep * loss + (missed + trust * gap) ** 2 for loss, trust in zip(self._loss, _TRUST, strict=True)]
         self._trust = _TRUST[loss.index(min(loss))]
-        own.asks += 1.0
-        own.mean += max(_OWN_SHARE, 1.0 / own.asks) * (gain - own.mean)
+        request.learn(gain)
         self.num_learned += 1
         share = _PROBED_SHARE if probed else _POOL_SHARE
         self.pool += max(share, 1.0 / (self.num_learned + _PRIOR_ASKS)) * (gain - self.pool)
 
     def restart(self, pool: float) -> None:
-        """Forgets what the asks were worth; everybody starts at `pool`."""
+        """Forgets what the asks gained; everybody starts at `pool`."""
         self.pool, self.num_learned = pool, 0
-        for own in self._own.values():
-            own.mean, own.asks = pool, _PRIOR_ASKS
+        for request in self._requests.values():
+            request.restart(pool)
 
     def forget(self, live: set[int]) -> None:
-        if len(self._own) > 2 * len(live) + 64:
-            self._own = {seq_id: own for seq_id, own in self._own.items() if seq_id in live}
+        if len(self._requests) > 2 * len(live) + 64:
+            self._requests = {seq_id: request for seq_id, request in self._requests.items() if seq_id in live}
