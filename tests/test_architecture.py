@@ -194,3 +194,41 @@ def test_public_names_are_sorted_and_there(path: Path) -> None:
     assert len(set(module.__all__)) == len(module.__all__)
     missing = [public for public in module.__all__ if not hasattr(module, public)]
     assert not missing
+
+
+# -- a module writes its own attributes only ---------------------------------------------------------------------------
+
+
+def foreign_writes(tree: ast.Module) -> Iterator[str]:
+    """"line: code" of each `other.attribute = ...` where `other` is neither self nor cls nor was made in the same function."""
+    for function in [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
+        made = {"self", "cls"}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and is_class(node.value.func):
+                made |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        for node in ast.walk(function):
+            if (
+                isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del))
+                and not (isinstance(node.value, ast.Name) and node.value.id in made)
+            ):  # fmt: skip
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def is_class(function: ast.expr) -> bool:
+    """Whether calling this makes an object, by its name: `Class(...)`, `module.Class(...)`, `cls(...)`."""
+    name = function.id if isinstance(function, ast.Name) else function.attr if isinstance(function, ast.Attribute) else ""
+    return name == "cls" or name.lstrip("_")[:1].isupper()
+
+
+@pytest.mark.parametrize("path", in_rooms("control"), ids=short)
+def test_no_module_writes_attributes_of_other_objects(path: Path) -> None:
+    assert not list(foreign_writes(TREES[path]))
+
+
+def test_the_rule_sees_every_kind_of_write() -> None:
+    tree = ast.parse(
+        "def change(self, other):\n"
+        "    self.a = 1\n    other.a = 1\n    other.a += 1\n    self.part.a = 1\n    other.a, b = 1, 2\n    del other.a\n"
+        "    mine = Thing()\n    mine.a = 1\n    found = look_up()\n    found.a: int = 1\n"
+    )
+    assert sorted(int(line.partition(":")[0]) for line in foreign_writes(tree)) == [3, 4, 5, 6, 7, 11]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.control.acceptance import PRIOR, Acceptance
+from headway.control.goodput.acceptance import PRIOR, AcceptanceModel
 
 Floats = NDArray[np.float64]
 
@@ -22,7 +22,7 @@ def full(n: int, k: int) -> NDArray[np.int64]:
 
 
 def test_a_new_model_is_hopeful() -> None:
-    model = Acceptance(4)
+    model = AcceptanceModel(4)
     assert model.pooled(4) == pytest.approx([PRIOR] * 4)
     assert model.predict([1, 2], 3).shape == (2, 3)
     assert model.calibration_error == 0.0
@@ -33,7 +33,7 @@ def test_a_new_model_is_hopeful() -> None:
 def test_positions_are_learned_apart() -> None:
     random = np.random.default_rng(0)
     truth = np.array([0.9, 0.7, 0.5, 0.3])
-    model = Acceptance(4)
+    model = AcceptanceModel(4)
     for step in range(400):
         model.observe([step % 7], full(1, 4), judge(random, truth[None]))
     assert model.pooled(4) == pytest.approx(truth, abs=0.12)
@@ -42,7 +42,7 @@ def test_positions_are_learned_apart() -> None:
 
 def test_a_request_is_sharpened_and_a_new_one_starts_at_the_pool() -> None:
     """One request always misses among fifty that always hit."""
-    model = Acceptance(4)
+    model = AcceptanceModel(4)
     for _ in range(12):
         hits = np.array([0] + [4] * 50)
         model.observe(range(51), full(51, 4), hits)
@@ -58,7 +58,7 @@ def test_a_request_is_sharpened_and_a_new_one_starts_at_the_pool() -> None:
 
 def test_old_evidence_is_forgotten() -> None:
     random = np.random.default_rng(1)
-    model = Acceptance(4)
+    model = AcceptanceModel(4)
     for rate, steps in ((0.9, 1000), (0.2, 1500), (0.9, 600)):
         for step in range(steps):
             model.observe([1000 * steps + step], full(1, 4), judge(random, np.full((1, 4), rate)))
@@ -67,7 +67,7 @@ def test_old_evidence_is_forgotten() -> None:
 
 def test_a_request_that_changes_its_mind_is_followed() -> None:
     """From misses to hits within a few drafts: an edit that reaches the part it copies."""
-    model = Acceptance(8)
+    model = AcceptanceModel(8)
     for _ in range(30):
         model.observe([1], full(1, 8), np.array([0]))
     before = model.predict([1], 1)[0, 0]
@@ -77,10 +77,10 @@ def test_a_request_that_changes_its_mind_is_followed() -> None:
     assert model.predict([1], 1)[0, 0] > 0.5
 
 
-def calibrated(confidence_of: str, drafts: int = 500) -> tuple[Acceptance, Floats, Floats]:
+def calibrated(confidence_of: str, drafts: int = 500) -> tuple[AcceptanceModel, Floats, Floats]:
     """Trains on `drafts` drafts of 4 tokens, each with its own true rate; returns the model and a fresh sample's (truth, prediction)."""
     random = np.random.default_rng(2)
-    model = Acceptance(4)
+    model = AcceptanceModel(4)
 
     def sample(n: int) -> tuple[Floats, Floats]:
         truth = random.beta(1.2, 1.0, size=(n, 4))
@@ -129,7 +129,7 @@ def test_the_reliability_table_adds_up() -> None:
 
 
 def test_the_tail_of_a_shadow_counts_where_it_was_judged() -> None:
-    whole, tail = Acceptance(4), Acceptance(4)
+    whole, tail = AcceptanceModel(4), AcceptanceModel(4)
     for _ in range(50):
         whole.observe([1], np.array([4]), np.array([2]))
         tail.observe([1], np.array([4]), np.array([2]), start=np.array([2]))
@@ -140,7 +140,7 @@ def test_the_tail_of_a_shadow_counts_where_it_was_judged() -> None:
 
 @pytest.mark.parametrize("confidence", [np.nan, 0.0, 1.0, -3.0, 7.0, np.inf, -np.inf])
 def test_any_confidence_gives_a_probability(confidence: float) -> None:
-    model = Acceptance(3)
+    model = AcceptanceModel(3)
     told = np.full((2, 3), confidence)
     for _ in range(30):
         model.observe([1, 2], np.array([3, 2]), np.array([1, 2]), told)
@@ -149,7 +149,7 @@ def test_any_confidence_gives_a_probability(confidence: float) -> None:
 
 
 def test_nothing_to_learn_from_is_fine() -> None:
-    model = Acceptance(3)
+    model = AcceptanceModel(3)
     empty = np.zeros(0, dtype=np.int64)
     model.observe([], empty, empty)
     model.observe([1], np.array([0]), np.array([0]), np.zeros((1, 3)))
@@ -160,7 +160,7 @@ def test_nothing_to_learn_from_is_fine() -> None:
 
 
 def test_many_requests() -> None:
-    model = Acceptance(2)
+    model = AcceptanceModel(2)
     for first in range(0, 4000, 100):
         ids = range(first, first + 100)
         model.observe(ids, full(100, 2), full(100, 1))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.control.allocation import allocate, allocate_few
+from headway.control.goodput.allocation import allocate, allocate_few
 
 Floats = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control.depth import best_depth, best_depth_few
+from headway.control.goodput.draft_length import best_depth, best_depth_few
 
 RATES = st.lists(st.floats(0.05, 0.95), min_size=3, max_size=3)
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel, Work
-from headway.control.policies import goodput
+from headway.control.goodput import assignment
+from headway.control.goodput.drafter_state import DrafterState
+from headway.control.goodput.gain import RequestGain
 from headway.control.policies.goodput import Goodput
 from headway.control.policy import BatchView, DrafterView, DraftView, SequenceView, Setup
 from headway.errors import ConfigError
@@ -90,10 +92,10 @@ def test_first_steps_that_take_too_long_are_overcome(num_requests: int, seed: in
 
 
 def test_what_is_owed_for_probes_is_little_in_steps_of_today() -> None:
-    drafter = Candidate(DrafterView("suffix", True), 8, CostModel())
-    drafter.refund(-1e6, 13_000.0)   # lost, as it seemed while a step seemed to take so long
-    assert not drafter.affords(10, 50.0, 4, 0, 1.0)
-    assert any(drafter.affords(step, 50.0, 4, 0, 1.0) for step in range(16, 600, 6))
+    drafter = DrafterState(DrafterView("suffix", True), 8, CostModel())
+    drafter.budget.refund(-1e6, 13_000.0)   # lost, as it seemed while a step seemed to take so long
+    assert not drafter.affords_probe(10, 50.0, 4, 0, 1.0)
+    assert any(drafter.affords_probe(step, 50.0, 4, 0, 1.0) for step in range(16, 600, 6))
 
 
 def test_recovers_within_100_steps_of_a_switch() -> None:
@@ -168,13 +170,20 @@ def test_one_request_that_always_misses_among_fifty_that_always_hit() -> None:
 class Optimist(Goodput):
     """Believes that drafts are nearly free to verify and nearly always right: the guard alone is left."""
 
-    def start(self, setup: Setup) -> None:
-        super().start(setup)
-        for drafter in self._drafters:
-            drafter.worth.predict = lambda own, step: 5.0   # type: ignore[method-assign]
-            drafter.values = lambda drafts: np.where(   # type: ignore[method-assign]
-                np.arange(max(draft.length for draft in drafts)) < np.array([draft.length for draft in drafts])[:, None], 0.99, 0.0
-            )
+    def _new_drafter(self, view: DrafterView, setup: Setup) -> DrafterState:
+        return OptimistsDrafter(view, setup.max_k, setup.costs)
+
+    def _expected(self, drafter: DrafterState, seq: SequenceView, own: RequestGain, step: int) -> float:
+        return 5.0
+
+
+class OptimistsDrafter(DrafterState):
+    def values(self, drafts: list[DraftView]) -> NDArray[np.float64]:
+        lengths = np.array([draft.length for draft in drafts])[:, None]
+        return np.where(np.arange(lengths.max()) < lengths, 0.99, 0.0)
+
+    def reach(self, draft: DraftView) -> list[float]:
+        return [0.99] * draft.length
 
 
 def test_the_guard_bounds_the_loss_of_a_choice_that_is_wrong() -> None:
@@ -366,7 +375,7 @@ def test_a_dear_drafter_beside_a_cheap_one_costs_next_to_nothing(monkeypatch: py
 
     both, alone = reached({"eagle": EAGLE, **SUFFIX}), reached(SUFFIX)
     assert both >= 0.975 * alone
-    monkeypatch.setattr(goodput, "NEXT_TO_NOTHING", 0.0)
+    monkeypatch.setattr(assignment, "NEXT_TO_NOTHING", 0.0)
     assert reached({"eagle": EAGLE, **SUFFIX}) <= 1.01 * both   # looking on is no loss
 
 
@@ -549,7 +558,7 @@ def test_what_was_learned_helps_and_is_unlearned(before: str, after: str) -> Non
     """The first 80 steps after another run, of the same or of another workload: never much worse than without any memory."""
     first = run(Goodput(), World(8, WORKLOADS[before], drafters=SUFFIX), STEPS).policy
     kept = json.loads(json.dumps(first.learned()))
-    assert kept["suffix"]["worth"] == first._drafters[0].worth.pool   # type: ignore[attr-defined]
+    assert kept["suffix"]["gain"] == first._drafters[0].gain.pool   # type: ignore[attr-defined]
     worlds = [World(8, WORKLOADS[after], drafters=SUFFIX, seed=seed) for seed in (1, 2, 3, 4)]
     warm = sum(run(Warm(kept), world, 80).rate() for world in worlds)
     cold = sum(run(Goodput(), world, 80).rate() for world in worlds)
@@ -632,7 +641,7 @@ def test_state_does_not_grow_with_the_number_of_requests() -> None:
             SequenceFeedback(i, plan[i].drafter if i in plan else "none", 4, 4, lengths.get(i, 0), 0, 50) for i in ids
         ), 0, 8, 200, 0.1, 10.0, 10.0, 4))  # fmt: skip
     for drafter in policy._drafters:
-        assert len(drafter.worth) <= 200
-        assert drafter.sighted.num_requests <= 200
-        assert len(drafter.watched) <= 200
+        assert len(drafter.gain) <= 200
+        assert drafter.with_confidence.num_requests <= 200
+        assert len(drafter.shadows) <= 200
     assert len(policy._last) <= 200

@@ -10,25 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel, Work
+from headway.control.goodput.drafter_state import DrafterState
+from headway.control.goodput.stopping import Stopping
 from headway.control.policies.goodput import Goodput
 from headway.control.policy import DrafterView
-from headway.control.stopping import Stopping
 from headway.types import DrafterFeedback, Feedback
 from tests.closed_loop import DrafterCost, Fixed, Texture, World, run
 
 MAX_K = 6
 
 
-def candidate(fixed: float, each: float) -> Candidate:
+def candidate(fixed: float, each: float) -> DrafterState:
     """One pass for n drafts takes fixed + each * n milliseconds."""
     costs = CostModel()
     for step in range(80):
         rows, passes = 1 + step % 4, 1 + step // 4 % 5
         part = DrafterFeedback("small", rows, passes, 0, rows * passes, passes * (fixed + each * rows))
         costs.observe(Feedback(step, (), 0, 0, 0, part.draft_ms, part.draft_ms, part.draft_ms, drafters=(part,)))
-    return Candidate(DrafterView("small", True, stepwise=True), MAX_K, costs)
+    return DrafterState(DrafterView("small", True, stepwise=True), MAX_K, costs)
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,8 +46,8 @@ def test_it_goes_on_for_those_that_bring_most(told: list[float], position: int, 
     kept = stopping.keep(ids, position, np.array(told))
     sure = np.full((len(ids), MAX_K), np.nan)
     sure[:, :position], sure[:, position] = 0.9, told
-    reach = np.cumprod(drafter.sighted.predict(ids, MAX_K, sure), axis=1)[:, position]
-    ahead = np.cumsum(np.cumprod(drafter.blind.predict(ids, MAX_K)[:, position + 1 :], axis=1), axis=1)
+    reach = np.cumprod(drafter.with_confidence.predict(ids, MAX_K, sure), axis=1)[:, position]
+    ahead = np.cumsum(np.cumprod(drafter.without_confidence.predict(ids, MAX_K)[:, position + 1 :], axis=1), axis=1)
     drafted = (position + 1) * len(ids)
 
     def net(going: tuple[int, ...], passes: int) -> float:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headway.config import SpeculativeConfig
-from headway.control.candidate import Candidate, judged_nodes
 from headway.control.costs import CostModel
+from headway.control.goodput.drafter_state import DrafterState, judged_nodes
 from headway.control.policy import DrafterView, DraftView
 from headway.drafters.core.chain import Prediction
 from headway.drafters.core.eagle_network import load_eagle
@@ -297,7 +297,7 @@ def test_options_are_checked() -> None:
 
 
 def test_nodes_are_priced_by_the_calibrated_probability_of_their_path() -> None:
-    drafter = Candidate(DrafterView("eagle", True), 4, CostModel())
+    drafter = DrafterState(DrafterView("eagle", True), 4, CostModel())
     view = DraftView(7, "eagle", 5, True, (0.6, 0.5, 0.3, 0.4, 0.2), (-1, 0, -1, 1, 2))
     chain = DraftView(8, "eagle", 2, True, (0.6, 0.5))
     values = drafter.values([view, chain])

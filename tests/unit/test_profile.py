@@ -159,10 +159,10 @@ def test_what_was_learned_outlives_a_change_of_configuration(model_dir: Path) ->
     assert second._costs is costs
     for drafter in second._drafters:
         if drafter.name in learned:
-            assert drafter.worth.pool == learned[drafter.name]["worth"]
-            assert drafter.first_asks < 32
+            assert drafter.gain.pool == learned[drafter.name]["gain"]
+            assert drafter._first_asks < 32
     engine.speculate(SpeculativeConfig.parse({"method": "ngram", "policy": "goodput"}))   # another choice of drafters: nothing of theirs
-    assert engine.policy._drafters[0].first_asks == 32   # type: ignore[union-attr]
+    assert engine.policy._drafters[0]._first_asks == 32   # type: ignore[union-attr]
 
 
 def test_what_was_learned_is_saved_and_read(model_dir: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_what_was_learned_is_saved_and_read(model_dir: Path, home: Path, monkeyp
     again = build(model_dir, "goodput").policy
     assert isinstance(again, Goodput)
     assert again._costs.num_observed > 10
-    assert {d.name: d.worth.pool for d in again._drafters if d.name in learned} == {name: learned[name]["worth"] for name in learned}
+    assert {d.name: d.gain.pool for d in again._drafters if d.name in learned} == {name: learned[name]["gain"] for name in learned}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"goodput [(\'suffix\', None), (\'ngram\', None)]": {"suffix": {"max_k": 4, "worth": "x"}}}'])
@@ -189,7 +189,7 @@ def test_what_cannot_be_read_is_forgotten(model_dir: Path, home: Path, text: str
     file.with_name(f"{file.stem}-policies.json").write_text(text, encoding="utf-8")
     policy = build(model_dir, "goodput").policy
     assert isinstance(policy, Goodput)
-    assert all(drafter.first_asks == 32 for drafter in policy._drafters)
+    assert all(drafter._first_asks == 32 for drafter in policy._drafters)
 
 
 def test_a_folder_that_cannot_be_written_loses_what_was_learned(model_dir: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ class CostModel:
         """The machine takes `factor` times what is predicted, as far as anyone knows for everything: another clock, another neighbour."""
         if math.isfinite(factor) and factor > 0.0 and abs(math.log(factor)) > _SAME_SPEED:
             for fit in (self._target, *self._drafters.values()):
-                fit.speed *= factor
+                fit.rescale(factor)
 
     # -- keeping --------------------------------------------------------------------------------------------------
 
@@ -241,6 +241,17 @@ class _Cell:
     ms: float
     weight: float
     seen: int           # number of the latest observation
+
+    def learn(self, raw: Sequence[float], ms: float, weight: float, number: int) -> None:
+        # Steps that are rare now, as plain ones are where drafts pay, would take hundreds to correct what they were under another load.
+        self.weight = min(self.weight * 0.5 ** ((number - self.seen) / _FADE) + weight, _MEMORY)
+        share = weight / self.weight
+        self.raw = [mean + share * (value - mean) for mean, value in zip(self.raw, raw, strict=True)]
+        self.ms += share * (ms - self.ms)
+        self.seen = number
+
+    def fade(self, factor: float) -> None:
+        self.weight *= factor
 
 
 class _Fit:
@@ -332,12 +343,10 @@ class _Fit:
             if len(self._cells) >= _MAX_CELLS:
                 del self._cells[min(self._cells, key=lambda k: self._cells[k].seen)]
             cell = self._cells[key] = _Cell([0.0] * len(raw), 0.0, 0.0, 0)
-        # Steps that are rare now, as plain ones are where drafts pay, would take hundreds to correct what they were under another load.
-        cell.weight = min(cell.weight * 0.5 ** ((self.num_observed - cell.seen) / _FADE) + weight, _MEMORY)
-        share = weight / cell.weight
-        cell.raw = [mean + share * (value - mean) for mean, value in zip(cell.raw, raw, strict=True)]
-        cell.ms += share * (ms / self.speed - cell.ms)
-        cell.seen = self.num_observed
+        cell.learn(raw, ms / self.speed, weight, self.num_observed)
+
+    def rescale(self, factor: float) -> None:
+        self.speed *= factor
 
     def trust(self) -> None:
         """What is in the cells is worth something already: live steps correct it now and then, not every other step."""
@@ -353,7 +362,7 @@ class _Fit:
         if change > _REGIME:
             self._fitted_speed = self.speed
             for key, cell in list(self._cells.items()):
-                cell.weight *= math.exp(-_DEVALUE * change)
+                cell.fade(math.exp(-_DEVALUE * change))
                 if cell.weight < _LEAST_WEIGHT and len(self._cells) > 1:
                     del self._cells[key]
         cells = list(self._cells.values())

@@ -56,6 +56,11 @@ class PositionCounts:
     reached: int = 0
     accepted: int = 0
 
+    def add(self, rows: int, *, reached: bool, accepted: bool) -> None:
+        self.drafted += rows
+        self.reached += rows * reached
+        self.accepted += rows * accepted
+
 
 class StepCounters:
     """Counters since they were made. Times in milliseconds."""
@@ -189,9 +194,7 @@ class StepCounters:
             counts = result.setdefault(drafter, [])
             counts.extend(PositionCounts() for _ in range(depth - len(counts)))
             for position in range(depth):
-                counts[position].drafted += rows
-                counts[position].reached += rows * (num_accepted >= position)
-                counts[position].accepted += rows * (num_accepted > position)
+                counts[position].add(rows, reached=num_accepted >= position, accepted=num_accepted > position)
         return result
 
     def snapshot(self) -> dict[str, float]:

@@ -21,13 +21,22 @@ class Written(Protocol):
 
 @dataclass(slots=True)
 class _Shadow:
-    """`tokens[next]` would stand at position `position` of the sequence."""
+    """A draft for the positions from `start` on, confirmed up to `next`."""
 
     drafter: str
     draft: Draft
     num_verified: int
+    start: int
     next: int
-    position: int
+
+    @property
+    def position(self) -> int:
+        """Where the next token of the draft would stand."""
+        return self.start + self.next
+
+    def confirm(self) -> None:
+        """The target wrote the next token, too."""
+        self.next += 1
 
 
 class Shadows:
@@ -54,7 +63,7 @@ class Shadows:
         if not draft.tokens:
             self._resolved.append(ShadowFeedback(seq.seq_id, drafter, 0, 0, 0, num_context=len(seq.token_ids)))
         elif draft.probs is None and len(draft) > num_verified and not self.waits(seq.seq_id, drafter):
-            shadow = _Shadow(drafter, draft, num_verified, num_verified, len(seq.token_ids) + num_verified)
+            shadow = _Shadow(drafter, draft, num_verified, len(seq.token_ids), num_verified)
             self._live.setdefault(seq.seq_id, []).append(shadow)
 
     def waits(self, seq_id: int, drafter: str) -> bool:
@@ -81,15 +90,14 @@ class Shadows:
 
     def _judged(self, shadow: _Shadow, seq: Written) -> bool:
         # The tail of a draft whose head was refused in this step says nothing: it continues another text.
-        first = shadow.position - shadow.next
-        if shadow.next == shadow.num_verified and seq.token_ids[first : shadow.position] != shadow.draft.tokens[: shadow.num_verified]:
+        written = seq.token_ids[shadow.start : shadow.position]
+        if shadow.next == shadow.num_verified and written != shadow.draft.tokens[: shadow.num_verified]:
             return True
         for token in seq.token_ids[shadow.position :]:
             if token != shadow.draft.tokens[shadow.next]:
                 self._resolve(seq.seq_id, shadow, len(shadow.draft))
                 return True
-            shadow.next += 1
-            shadow.position += 1
+            shadow.confirm()
             if shadow.next == len(shadow.draft):
                 self._resolve(seq.seq_id, shadow, shadow.next)
                 return True
@@ -100,5 +108,5 @@ class Shadows:
             confidence = shadow.draft.confidence
             self._resolved.append(ShadowFeedback(
                 seq_id, shadow.drafter, shadow.num_verified, num_drafts, shadow.next - shadow.num_verified,
-                None if confidence is None else tuple(confidence[:num_drafts]), shadow.position - shadow.next,
+                None if confidence is None else tuple(confidence[:num_drafts]), shadow.start,
             ))  # fmt: skip

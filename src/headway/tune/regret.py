@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel
+from headway.control.goodput.decision import Step
+from headway.control.goodput.drafter_state import DrafterState
+from headway.control.goodput.gain import RequestGain
 from headway.control.policies.goodput import Goodput
-from headway.control.policy import BatchView, DraftView, SequenceView, Setup
-from headway.control.worth import Own
+from headway.control.policy import BatchView, DrafterView, DraftView, SequenceView, Setup
 from headway.types import Choice
 
 if TYPE_CHECKING:
@@ -34,46 +35,60 @@ class Told(Goodput):
     def __init__(self, world: World | None, *, explores: bool) -> None:
         super().__init__()
         self._records = {} if world is None else {record.seq_id: record for record in world.evidence.sequences}
-        self._told = world is not None
-        self._explores = explores
+        self.told = world is not None
+        self.explores = explores
         self._positions: dict[int, int] = {}
 
-    def start(self, setup: Setup) -> None:
-        super().start(setup)
-        if not self._explores:
-            self._plain.is_due = lambda speedup, speed: False  # type: ignore[method-assign]
-        for drafter in self._drafters:
-            if self._told:
-                drafter.values, drafter.reach = self._values, self._reach  # type: ignore[method-assign]
-            if not self._explores:
-                drafter.affords = lambda *args: False  # type: ignore[method-assign]
-                drafter.first_asks = 0
-
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
-        if self._told:
+        if self.told:
             self._positions = {seq.seq_id: seq.num_output for seq in view.sequences}
-            self._rests_until, self._held.until = 0, 0   # what is known now may be another thing in the next step
+            self._rests_until, self._held_until = 0, 0   # what is known now may be another thing in the next step
         return super().plan(view)
 
     def right(self, drafter: str, seq_id: int, k: int) -> tuple[int, int]:
         """(length of the draft, how many of its tokens are right)"""
         return self._records[seq_id].drafts[drafter].draft(self._positions[seq_id], k)
 
-    def expected(self, drafter: Candidate, seq: SequenceView, own: Own, step: int) -> float:
-        if not self._told:
-            return super().expected(drafter, seq, own, step)
+    def _new_drafter(self, view: DrafterView, setup: Setup) -> DrafterState:
+        return ToldDrafter(view, setup, self)
+
+    def _is_measured_plain(self, step: Step) -> bool:
+        return self.explores and super()._is_measured_plain(step)
+
+    def _expected(self, drafter: DrafterState, seq: SequenceView, own: RequestGain, step: int) -> float:
+        if not self.told:
+            return super()._expected(drafter, seq, own, step)
         assert self._step is not None
         _, right = self.right(drafter.name, seq.seq_id, min(drafter.max_k, seq.max_k))
-        return right * (1.0 - self._step.rate * self._step.verify_ms)
+        return right * (1.0 - self._step.prices.rate * self._step.verify_ms)
 
-    def _reach(self, draft: DraftView) -> list[float]:
-        _, right = self.right(draft.drafter, draft.seq_id, draft.length)
+
+class ToldDrafter(DrafterState):
+    """One of its drafters."""
+
+    def __init__(self, view: DrafterView, setup: Setup, policy: Told) -> None:
+        super().__init__(view, setup.max_k, setup.costs)
+        self._policy = policy
+
+    @property
+    def is_new(self) -> bool:
+        return self._policy.explores and super().is_new
+
+    def affords_probe(self, step: int, plain_ms: float, num_others: int, num_unseen: int, deciding_ms: float) -> bool:
+        return self._policy.explores and super().affords_probe(step, plain_ms, num_others, num_unseen, deciding_ms)
+
+    def reach(self, draft: DraftView) -> list[float]:
+        if not self._policy.told:
+            return super().reach(draft)
+        _, right = self._policy.right(draft.drafter, draft.seq_id, draft.length)
         return [CERTAIN ** (j + 1) if j < right else 1e-9 / (j + 1) for j in range(draft.length)]
 
-    def _values(self, drafts: list[DraftView]) -> NDArray[np.float64]:
+    def values(self, drafts: list[DraftView]) -> NDArray[np.float64]:
+        if not self._policy.told:
+            return super().values(drafts)
         values = np.zeros((len(drafts), max(draft.length for draft in drafts)))
         for row, draft in enumerate(drafts):
-            values[row, : draft.length] = self._reach(draft)
+            values[row, : draft.length] = self.reach(draft)
         return values
 
 

@@ -73,9 +73,8 @@ class Bandit(Policy):
         """Ends a play: its reward goes to its arm, and the others of the range fade."""
         if self._arm is not None and self._ms > 0.0:
             for arm in self._arms[self._range]:
-                arm.num_plays *= 1.0 - 1.0 / self.options.memory
-            self._arm.num_plays += 1.0
-            self._arm.mean += (self._tokens / self._ms - self._arm.mean) / self._arm.num_plays
+                arm.fade(1.0 - 1.0 / self.options.memory)
+            self._arm.learn(self._tokens / self._ms)
         self._tokens, self._ms = 0, 0.0
 
     def _choose(self, arms: list[_Arm]) -> _Arm:
@@ -91,3 +90,10 @@ class _Arm:
     k: int
     mean: float = 0.0         # tokens per millisecond
     num_plays: float = 0.0
+
+    def fade(self, factor: float) -> None:
+        self.num_plays *= factor
+
+    def learn(self, reward: float) -> None:
+        self.num_plays += 1.0
+        self.mean += (reward - self.mean) / self.num_plays

@@ -15,7 +15,7 @@ candidates by batch size are the user's guess of one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from headway.config import option
@@ -67,10 +67,7 @@ class EmaSlots(Policy):
         slot, options = self._slot, self.options
         if not feedback.sequences or (slot.k > 0 and not asked):
             return   # a step of prefill chunks
-        if asked:
-            accepted = sum(seq.num_accepted for seq in asked) / len(asked)
-            slot.average += options.ema_alpha * (accepted - slot.average)
-        slot.num_steps += 1
+        slot.learn([seq.num_accepted for seq in asked], options.ema_alpha)
         late = slot.num_steps - options.warmup_batches
         if late > 0 and late % options.update_interval == 0:
             before = slot.k
@@ -90,6 +87,12 @@ class _Slot:
     @property
     def k(self) -> int:
         return self._candidates[self._at]
+
+    def learn(self, num_accepted: Sequence[int], share: float) -> None:
+        """One step, by request that was drafted for."""
+        self.num_steps += 1
+        if num_accepted:
+            self.average += share * (sum(num_accepted) / len(num_accepted) - self.average)
 
     def move(self) -> None:
         before, last = self._at, len(self._candidates) - 1

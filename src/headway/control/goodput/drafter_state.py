@@ -1,4 +1,4 @@
-"""What a policy that learns knows about one drafter: its acceptance, its worth, its price, its account, and whom to try it on next."""
+"""What is known of one drafter: how many of its tokens are accepted, what drafting takes, and its accounts. Written by itself alone."""
 
 from __future__ import annotations
 
@@ -9,27 +9,21 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.acceptance import Acceptance
 from headway.control.costs import CostModel
-from headway.control.guard import Account, Mean
+from headway.control.goodput.acceptance import AcceptanceModel
+from headway.control.goodput.budget import Budget, most_valuable
+from headway.control.goodput.gain import Gain
+from headway.control.goodput.guard import Account, Mean
 from headway.control.policy import DrafterView, DraftView
-from headway.control.trial import Trial, most_valuable
-from headway.control.worth import Worth
 from headway.types import Feedback, SequenceFeedback, ShadowFeedback, depths_of
 
 FloatArray = NDArray[np.float64]
 
 FIRST_ASKS = 32          # asks of a new drafter, half of them in one step, before a whole large batch asks it
 KNOWN_ASKS = 16          # of one that was known in an earlier run
-PROBE_SHARE = 0.005      # of the time may go into trying drafters where they do not seem to pay
-NETWORK_SHARE = 0.01     # one that reads what it drafts for: a first look at a request takes it half a step, and finds more
 _FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
 _FIRST_TIMES = 4         # that its drafting was timed, after which its price is known well enough not to vary them for it
 _RETURN = 1.5            # what shadow drafts must promise, against the price of drafting, before it is switched on again
-FOUND_ASKS = 16          # of a request, after a probe that found something, that count as what the probe brought
-_MOST_SAVED = 10.0       # plain steps' time that can be saved up for probes that way
-_MOST_OWED = 2.0         # that can be owed: more was no loss but a wrong price
-_LONGEST_REST = 8        # steps between two decisions that count as time to earn probes
 _PRICED_STEPS = 8        # steps for which a price holds
 _NUM_SHADOWS = 8         # shadow drafts before it is judged whether it comes back
 _LEAST_JUDGED = 12       # judged tokens that are waited for before the acceptance model learns, while it knows little
@@ -43,60 +37,55 @@ _NAN = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
-    """Prices of a shadow draft, in tokens."""
+class ShadowPrice:
+    """What a shadow draft would have cost, in tokens."""
 
     verify: float    # of each verified token
     further: float   # of all that was drafted after the first one
 
 
-class Candidate:
+class DrafterState:
     def __init__(self, view: DrafterView, max_k: int, costs: CostModel) -> None:
-        self.name, self.deterministic, self.drafts_ahead, self.stepwise = view.name, view.deterministic, view.drafts_ahead, view.stepwise
+        self.name, self.deterministic, self.stepwise, self._drafts_ahead = view.name, view.deterministic, view.stepwise, view.drafts_ahead
         self.max_k = max_k
-        self.worth = Worth()
+        self.gain = Gain()
         self.account = Account()
-        self.trial = Trial()
-        self.sighted = Acceptance(max_k)     # of drafts that were made, by their confidence
-        self.blind = Acceptance(max_k)       # of drafts to be made
-        self.blind_used = False
-        self.listens = False                 # it is asked for as much as it may draft, and stopped where that ceases to pay
+        self.budget = Budget(is_network=not view.deterministic)
+        self.with_confidence = AcceptanceModel(max_k)      # of drafts that were made
+        self.without_confidence = AcceptanceModel(max_k)   # of drafts to be made
+        self.stops_early = False             # it is asked for as much as it may draft, and stopped where that ceases to pay
         self.depth = min(2, max_k)           # that was found worth asking for last
         self.breadth = Mean(_BREADTH_MEMORY, 1.0)   # draft tokens verified for each position: more than one in a tree
         self.reached = Mean(_REACHED_MEMORY, 1.0, 1.0)   # share of the requests it is to draft for that cheaper drafters leave to it
-        self.first_asks = FIRST_ASKS
-        self.watched: dict[int, Watched] = {}   # shadow drafts under way, by seq_id
-        self.probe_share = PROBE_SHARE if view.deterministic else NETWORK_SHARE
-        self.share = 0.0                     # of the sequences, that it is asked for
-        self.busy = 0.0                      # the same, lately
-        self.told: bool | None = None
+        self.shadows: dict[int, ShadowPrice] = {}   # under way, by seq_id
+        self._first_asks = FIRST_ASKS
+        self._depth_matters = False          # so acceptance is learned without confidence, too
+        self._busy = 0.0                     # share of the sequences that it is asked for, lately
+        self._reported: bool | None = None   # whether it was last said to pay
         self._costs = costs
         self._judged = _Judged()
-        self._blindly_judged = _Judged()
-        self._credit = 0.0                   # milliseconds that may go into probes
-        self._probe_ms = 0.0                 # what the last one was to cost
-        self._probed_at = 0
+        self._judged_without = _Judged()
         self._prices = (0.0, 0.0, 0.0)
         self._further: dict[tuple[int, int], float] = {}   # by rows and steps, as long as the prices hold
         self._priced_at = -_PRICED_STEPS
 
+    # -- while it is new ------------------------------------------------------------------------------------------
+
     @property
     def is_new(self) -> bool:
         """Not asked often enough to be judged."""
-        return self.worth.num_learned < self.first_asks
+        return self.gain.num_learned < self._first_asks
 
     @property
-    def was_known(self) -> bool:
-        """In an earlier run."""
-        return self.first_asks == KNOWN_ASKS
-
-    # -- on trial -------------------------------------------------------------------------------------------------
+    def sample_size(self) -> int:
+        """Requests that are asked in one step while it is new: enough to find out."""
+        return self._first_asks // 2
 
     @property
     def first_depth(self) -> int | None:
         """How many drafts to ask for while it is not known what depth costs: that shows only when it varies."""
-        times = self._costs.num_drafted(self.name)
-        if not self.is_new or self.was_known or (self._costs.is_known and (self.drafts_ahead or times >= _FIRST_TIMES)):
+        times, was_known = self._costs.num_drafted(self.name), self._first_asks == KNOWN_ASKS
+        if not self.is_new or was_known or (self._costs.is_known and (self._drafts_ahead or times >= _FIRST_TIMES)):
             return None
         return min(self.max_k, _FIRST_DEPTHS[times % len(_FIRST_DEPTHS)])
 
@@ -106,24 +95,13 @@ class Candidate:
         """[n] how many of the `wanted` tokens of each of its drafts may be verified while it is new."""
         if not self._costs.is_known:   # what verification costs shows by verifying
             return [max(1, length) for length in wanted]
-        return most_valuable(values, wanted, self.trial.num_covered(step_ms, plain_ms))
+        return most_valuable(values, wanted, self.budget.num_covered(step_ms, plain_ms))
 
     def book(self, feedback: Feedback, verified: Sequence[SequenceFeedback], verify_ms: float, plain_ms: float) -> None:
         """What verifying its drafts has brought and cost in a step while it is new; a verified token costs `verify_ms`."""
         spent = verify_ms * sum([seq.num_drafts for seq in verified])
         saved = sum([seq.num_accepted for seq in verified]) / max(1, len(feedback.sequences))
-        self.trial.book(saved, spent / plain_ms, feedback.step)
-
-    def drafting_ms(self, feedback: Feedback) -> float:
-        """What its drafts of a step took. While it is new, reading prompts is left out: it is paid once, and before anything came back."""
-        parts = [part for part in feedback.drafters if part.drafter == self.name]
-        if not self.is_new:
-            return sum([part.draft_ms for part in parts])
-        return sum([
-            min(part.draft_ms, self._costs.predict_draft(self.name, part.num_rows, part.num_steps))
-            if part.num_catch_up > part.num_rows * self.max_k else part.draft_ms
-            for part in parts
-        ])  # fmt: skip
+        self.budget.book(saved, spent / plain_ms, feedback.step)
 
     # -- prices ---------------------------------------------------------------------------------------------------
 
@@ -157,39 +135,43 @@ class Candidate:
         """Milliseconds that drafting to the end costs more than one draft."""
         return self._costs.predict_draft(self.name, num_rows, self.max_k) - self._costs.predict_draft(self.name, num_rows, 1)
 
-    def affords(self, step: int, plain_ms: float, num_others: int, num_unseen: int, deciding_ms: float) -> bool:
+    def drafting_ms(self, feedback: Feedback) -> float:
+        """What its drafts of a step took. While it is new, reading prompts is left out: it is paid once, and before anything came back."""
+        parts = [part for part in feedback.drafters if part.drafter == self.name]
+        if not self.is_new:
+            return sum([part.draft_ms for part in parts])
+        return sum([
+            min(part.draft_ms, self._costs.predict_draft(self.name, part.num_rows, part.num_steps))
+            if part.num_catch_up > part.num_rows * self.max_k else part.draft_ms
+            for part in parts
+        ])  # fmt: skip
+
+    def affords_probe(self, step: int, plain_ms: float, num_others: int, num_unseen: int, deciding_ms: float) -> bool:
         """Whether to try it on all `num_others` sequences for which it does not seem to pay, now: all at once, since verifying pays for
         its fixed costs only when many have something to verify. `plain_ms`: its part of a plain step; `num_unseen`: tokens it would
         have to catch up with; `deciding_ms`: what a step with drafts takes of the policy's own time."""
         fixed, each, per_unseen = self.prices(step)
         further = self.further_ms(num_others, self.depth) if num_others else 0.0
         price = fixed + (each + further) * num_others + per_unseen * num_unseen + deciding_ms
-        elapsed = max(1, min(_LONGEST_REST, step - self._probed_at))
-        self._probed_at = step
-        self._credit = max(self._credit, -_MOST_OWED * plain_ms)
-        self._credit = max(self._credit, min(self._credit + elapsed * self.probe_share * plain_ms, 2.0 * price))
-        self._probe_ms = price
-        if num_others == 0 or self._credit < price or (self.account.off and step < self.account.until):
-            return False
-        self._credit -= price
-        return True
+        waits = self.account.off and step < self.account.until
+        return self.budget.pays(step, price, plain_ms, wanted=num_others > 0 and not waits)
 
-    def refund(self, ms: float, plain_ms: float) -> None:
-        """Asking where probes led to saved so much time, net of verification. What can be copied comes in bursts: where a probe has found
-        something the next ones find more, so they are paid for by what they bring, and together never cost more than that. What verifying
-        them lost is owed, and earned before the next one."""
-        if np.isfinite(ms):
-            self._credit = max(-_MOST_OWED * plain_ms, min(self._credit + ms, max(self._credit, _MOST_SAVED * plain_ms)))
+    # -- how much it is asked for ---------------------------------------------------------------------------------
 
-    def look_again(self) -> None:
-        """A shadow draft would have paid: another one is granted. What was read for it need not be read again, and where such drafts are
-        worth nothing few of them would have paid, so that probes cost little more than they may."""
-        self._credit = max(self._credit, self._probe_ms)
+    def set_stops_early(self, stops_early: bool) -> None:
+        self.stops_early = stops_early
 
-    @property
-    def is_rich(self) -> bool:
-        """Another probe is paid for already."""
-        return self._credit >= self._probe_ms > 0.0
+    def set_depth(self, depth: int, *, matters: bool) -> None:
+        """How deep it is asked to draft; `matters`: that was weighed by what it was not yet sure of."""
+        self.depth, self._depth_matters = depth, matters
+
+    def report(self, share: float) -> str | None:
+        """It was asked for this share of the sequences: a phrase when it begins or ceases to be asked."""
+        self._busy += 0.1 * (share - self._busy)
+        if self._reported is not None and (self._reported == (self._busy > 0.3) or 0.15 < self._busy < 0.45):
+            return None
+        self._reported = self._busy > 0.3
+        return f"{self.name} {'pays' if self._reported else 'does not pay'}: a draft brings {self.gain.pool:.2f} tokens net"
 
     # -- acceptance -----------------------------------------------------------------------------------------------
 
@@ -199,9 +181,9 @@ class Candidate:
         confidence = np.full((len(drafts), int(lengths.max())), np.nan)
         for row, draft in enumerate(drafts):
             if draft.confidence:
-                told = draft.confidence[: confidence.shape[1]]
-                confidence[row, : len(told)] = told
-        rates = self.sighted.predict([draft.seq_id for draft in drafts], confidence.shape[1], confidence)
+                stated = draft.confidence[: confidence.shape[1]]
+                confidence[row, : len(stated)] = stated
+        rates = self.with_confidence.predict([draft.seq_id for draft in drafts], confidence.shape[1], confidence)
         values: FloatArray = np.where(np.arange(confidence.shape[1]) < lengths[:, None], np.cumprod(rates, axis=1), 0.0)
         for row, draft in enumerate(drafts):
             if draft.parents is not None:
@@ -212,22 +194,22 @@ class Candidate:
         """The same for one draft."""
         if draft.parents is not None:
             return self._node_values(draft)
-        return self.sighted.reach(draft.seq_id, draft.length, draft.confidence)
+        return self.with_confidence.reach(draft.seq_id, draft.length, draft.confidence)
 
     def _node_values(self, draft: DraftView) -> list[float]:
-        """Of a tree. Nodes come in the drafter's order of worth; where ours differs, a node counts no more than those before it: they are
-        verified with it."""
+        """Of a tree. Nodes come in the order of the drafter's scores; where ours differs, a node counts no more than those before it: they
+        are verified with it."""
         assert draft.parents is not None
         depths = np.array(depths_of(draft.parents))
         each = np.arange(draft.length)
         by_depth = np.full((draft.length, int(depths.max()) + 1), np.nan)
         by_depth[each, depths] = np.nan if draft.confidence is None else draft.confidence
-        rates = self.sighted.predict([draft.seq_id] * draft.length, by_depth.shape[1], by_depth)[each, depths].tolist()
+        rates = self.with_confidence.predict([draft.seq_id] * draft.length, by_depth.shape[1], by_depth)[each, depths].tolist()
         values: list[float] = []
         for rate, parent in zip(rates, draft.parents, strict=True):
             values.append(rate if parent < 0 else rate * values[parent])
-        worth: list[float] = np.minimum.accumulate(values).tolist()
-        return worth
+        falling: list[float] = np.minimum.accumulate(values).tolist()
+        return falling
 
     def judge(self, verified: Sequence[SequenceFeedback], shadows: Sequence[ShadowFeedback], step: int) -> None:
         """Learns acceptance, in groups of drafts: each call has its price."""
@@ -239,23 +221,23 @@ class Candidate:
                 self.breadth.observe(seq.num_drafts / seq.depth)
             for depth, hit, confidence in judged_nodes(seq):
                 self._judged.add(seq.seq_id, depth, depth + hit, depth + 1, (_NAN,) * depth + (confidence,), self.max_k, step)
-            if self.blind_used:
-                self._blindly_judged.add(seq.seq_id, 0, seq.num_accepted, seq.depth, None, self.max_k, step)
+            if self._depth_matters:
+                self._judged_without.add(seq.seq_id, 0, seq.num_accepted, seq.depth, None, self.max_k, step)
         for shadow in shadows:
             accepted = shadow.num_verified + shadow.num_confirmed
             self._judged.add(shadow.seq_id, shadow.num_verified, accepted, shadow.num_drafts, shadow.confidence, self.max_k, step)
-        self._judged.teach(self.sighted, step)
-        self._blindly_judged.teach(self.blind, step)
+        self._judged.teach(self.with_confidence, step)
+        self._judged_without.teach(self.without_confidence, step)
 
     # -- shadow drafts --------------------------------------------------------------------------------------------
 
     def watch(self, seq_id: int, k: int, num_rows: int, rate: float, verify_ms: float) -> None:
         """A draft of `k` tokens for one of `num_rows` sequences is to be compared with what the target writes, at the prices of now."""
-        self.watched[seq_id] = Watched(rate * verify_ms, rate * self.further_ms(num_rows, k))
+        self.shadows[seq_id] = ShadowPrice(rate * verify_ms, rate * self.further_ms(num_rows, k))
 
-    def promised(self, shadow: ShadowFeedback) -> float | None:
+    def gain_of(self, shadow: ShadowFeedback) -> float | None:
         """Tokens that asking would have brought, net of verification and of drafting on; None for one that was not watched."""
-        prices = self.watched.pop(shadow.seq_id, None)
+        prices = self.shadows.pop(shadow.seq_id, None)
         if prices is None:
             return None
         verifying = prices.verify * min(shadow.num_drafts, shadow.num_confirmed + 1)
@@ -264,39 +246,46 @@ class Candidate:
     def promises_profit(self, step: int, rate: float, num_rows: int) -> bool:
         """What shadow drafts say while it is switched off; a millisecond is worth `rate` tokens."""
         fixed, each, _ = self.prices(step)
-        return self.worth.num_learned >= _NUM_SHADOWS and self.worth.pool > _RETURN * rate * (fixed / num_rows + each)
+        return self.gain.num_learned >= _NUM_SHADOWS and self.gain.pool > _RETURN * rate * (fixed / num_rows + each)
 
-    # -- keeping --------------------------------------------------------------------------------------------------
+    # -- from one run to the next ---------------------------------------------------------------------------------
 
     def forget(self, live: set[int]) -> None:
         """Drops what is known of requests that are not in `live`, once it is much."""
-        self.worth.forget(live)
-        for model in (self.sighted, self.blind):
+        self.gain.forget(live)
+        self.budget.forget(live)
+        for model in (self.with_confidence, self.without_confidence):
             if model.num_requests > 2 * len(live) + 64:
                 model.forget(live)
-        if len(self.watched) > 2 * len(live) + 64:
-            self.watched = {seq_id: prices for seq_id, prices in self.watched.items() if seq_id in live}
+        if len(self.shadows) > 2 * len(live) + 64:
+            self.shadows = {seq_id: prices for seq_id, prices in self.shadows.items() if seq_id in live}
 
     def to_json(self) -> dict[str, Any] | None:
         """What outlives a run; None while there is nothing."""
         if self.is_new:
             return None
         return {
-            "worth": self.worth.pool, "depth": self.depth, "sighted": self.sighted.to_json(), "blind": self.blind.to_json(),
-            "max_k": self.max_k,
+            "gain": self.gain.pool, "depth": self.depth, "max_k": self.max_k,
+            "with_confidence": self.with_confidence.to_json(), "without_confidence": self.without_confidence.to_json(),
         }  # fmt: skip
 
     def load(self, saved: Any) -> None:
         """What `to_json` wrote: a better first guess, to be tested on the first requests. Raises ValueError, TypeError or KeyError."""
         if saved["max_k"] != self.max_k:
             return
-        worth, depth = float(saved["worth"]), int(saved["depth"])
-        if not (np.isfinite(worth) and 1 <= depth <= self.max_k):
+        saved = {_FORMER_NAMES.get(name, name): value for name, value in saved.items()}
+        gain, depth = float(saved["gain"]), int(saved["depth"])
+        if not (np.isfinite(gain) and 1 <= depth <= self.max_k):
             raise ValueError("what was kept of a drafter is out of range")
-        self.sighted.load(saved["sighted"])
-        self.blind.load(saved["blind"])
-        self.worth.pool, self.depth, self.first_asks = worth, depth, KNOWN_ASKS
-        self._judged.num_taught = self._blindly_judged.num_taught = _YOUNG
+        self.with_confidence.load(saved["with_confidence"])
+        self.without_confidence.load(saved["without_confidence"])
+        self.gain.restart(gain)
+        self.depth, self._first_asks = depth, KNOWN_ASKS
+        self._judged.skip_youth()
+        self._judged_without.skip_youth()
+
+
+_FORMER_NAMES = {"worth": "gain", "sighted": "with_confidence", "blind": "without_confidence"}   # in files of earlier versions
 
 
 def judged_nodes(seq: SequenceFeedback) -> list[tuple[int, bool, float]]:
@@ -324,7 +313,7 @@ class _Judged:
     """Judged tokens that were not learned from yet, as columns."""
 
     def __init__(self) -> None:
-        self.num_taught = 0
+        self._num_taught = 0
         self._clear(0)
 
     def _clear(self, step: int) -> None:
@@ -333,6 +322,10 @@ class _Judged:
         self._hits: list[float] = []
         self._confidence: list[float] = []
         self._since = step
+
+    def skip_youth(self) -> None:
+        """The model knows something from an earlier run."""
+        self._num_taught = _YOUNG
 
     def add(
         self, seq_id: int, first: int, num_accepted: int, num_drafts: int, confidence: Sequence[float] | None, max_k: int, step: int
@@ -348,15 +341,15 @@ class _Judged:
         self._positions += range(first, end)
         num_hits = min(end, num_accepted) - first
         self._hits += [1.0] * num_hits + [0.0] * (count - num_hits)
-        told = confidence[first:end] if confidence is not None else ()
-        self._confidence += told
-        self._confidence += [float("nan")] * (count - len(told))
+        stated = confidence[first:end] if confidence is not None else ()
+        self._confidence += stated
+        self._confidence += [_NAN] * (count - len(stated))
 
-    def teach(self, model: Acceptance, step: int) -> None:
+    def teach(self, model: AcceptanceModel, step: int) -> None:
         """When enough has come together, or the first of it has waited long enough."""
-        young = self.num_taught < _YOUNG
+        young = self._num_taught < _YOUNG
         if not self._hits or (len(self._hits) < (_LEAST_JUDGED if young else _ENOUGH_JUDGED) and 0 <= step - self._since < _LONGEST_WAIT):
             return
-        self.num_taught += len(self._hits)
+        self._num_taught += len(self._hits)
         model.learn(self._seq_ids, np.array(self._positions), np.array(self._hits), np.array(self._confidence, dtype=np.float64))
         self._clear(step)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.candidate import Candidate
+from headway.control.goodput.drafter_state import DrafterState
 
 FloatArray = NDArray[np.float64]
 
@@ -31,7 +31,7 @@ class Stopping:
     rate     tokens that a millisecond is worth
     """
 
-    def __init__(self, drafter: Candidate, step_ms: FloatArray, rate: float) -> None:
+    def __init__(self, drafter: DrafterState, step_ms: FloatArray, rate: float) -> None:
         self._drafter, self._step_ms, self._rate = drafter, step_ms, rate
         self._reach: dict[int, float] = {}   # by seq_id
         self._drafted = 0
@@ -44,7 +44,7 @@ class Stopping:
         passes = np.arange(1, min(_MOST_AHEAD, self._drafter.max_k - position - 1) + 1)
         if len(passes) == 0:
             return kept
-        rates = self._drafter.blind.predict(seq_ids, position + 1 + len(passes))[:, position + 1 :]
+        rates = self._drafter.without_confidence.predict(seq_ids, position + 1 + len(passes))[:, position + 1 :]
         order = np.argsort(-reach, kind="stable")
         gained = np.cumsum((reach[:, None] * np.cumsum(np.cumprod(rates, axis=1), axis=1))[order], axis=0)   # [n, m]
         count = np.arange(1, len(seq_ids) + 1)[:, None]
@@ -60,7 +60,7 @@ class Stopping:
         """[n] P(all drafted tokens up to `position` are accepted)."""
         told = np.full((len(seq_ids), position + 1), np.nan)
         told[:, position] = confidence
-        rates = self._drafter.sighted.predict(seq_ids, position + 1, told)[:, position]
+        rates = self._drafter.with_confidence.predict(seq_ids, position + 1, told)[:, position]
         reach = np.array([self._reach.get(seq_id, 1.0) for seq_id in seq_ids]) * rates
         self._reach.update(zip(seq_ids, reach.tolist(), strict=True))
         return reach

@@ -68,6 +68,10 @@ class _Counts:
         self.expected_hits = self.expected_hits * keep + expected_hits
         self.expected_misses = self.expected_misses * keep + (new - expected_hits)
 
+    def restore(self, saved: FloatArray) -> None:
+        """[4, size] hits, misses, expected hits, expected misses."""
+        self.hits, self.misses, self.expected_hits, self.expected_misses = saved
+
     def odds_ratio(self, weight: float) -> FloatArray:
         """[size] observed odds over expected odds, 1 without evidence: those of the rate that `weight` pseudo-counts of the expected one
         leave over."""
@@ -158,7 +162,7 @@ class Reliability:
     weight: float       # decayed number of predictions
 
 
-class Acceptance:
+class AcceptanceModel:
     """One drafter's acceptance, for any number of requests. Arrays are [n] requests or [n, k] draft positions."""
 
     def __init__(self, max_k: int) -> None:
@@ -274,7 +278,7 @@ class Acceptance:
             raise ValueError("acceptance that was kept is not finite")
         self._line, self._curvature = line, _KEPT * curvature + (1.0 - _KEPT) * _LINE_WEIGHT * np.eye(2)
         for counts, array in ((self._bins, bins), (self._positions, positions)):
-            counts.hits, counts.misses, counts.expected_hits, counts.expected_misses = _KEPT * array
+            counts.restore(_KEPT * array)
         self._tables = None
 
     # -- inside ---------------------------------------------------------------------------------------------------

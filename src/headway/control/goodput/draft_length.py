@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.allocation import FEW, allocate, allocate_few
-from headway.control.candidate import Candidate
 from headway.control.costs import CostModel, Work
+from headway.control.goodput.allocation import FEW, allocate, allocate_few
+from headway.control.goodput.drafter_state import DrafterState
 
 FloatArray = NDArray[np.float64]
 
@@ -18,22 +18,22 @@ _MOST_SHARED = 16.0   # rows that pay for one that is drafted for, at most
 
 
 def choose_depth(
-    drafter: Candidate, costs: CostModel, seq_ids: list[int], work: Work, rate: float, depths: Sequence[int]
+    drafter: DrafterState, costs: CostModel, seq_ids: list[int], work: Work, rate: float, depths: Sequence[int]
 ) -> tuple[int, list[int]]:
     """What `best_depth` finds by the drafter's statistics of these requests, beside a step that does `work` without drafts."""
     num_rows, longest = len(seq_ids), depths[-1]
     draft_ms = _draft_ms(drafter, costs, num_rows)
     if num_rows * longest <= FEW and drafter.breadth.value == 1.0:
-        few = [drafter.blind.reach(seq_id, longest, None) for seq_id in seq_ids]
+        few = [drafter.without_confidence.reach(seq_id, longest, None) for seq_id in seq_ids]
         return best_depth_few(
             few, costs.curve(work.num_rows, work.num_tokens, num_rows * longest, work.num_context_tokens), draft_ms, rate, depths
         )
-    reached = np.asarray(np.cumprod(drafter.blind.predict(seq_ids, longest), axis=1), dtype=np.float64)
+    reached = np.asarray(np.cumprod(drafter.without_confidence.predict(seq_ids, longest), axis=1), dtype=np.float64)
     tokens = work.num_tokens + drafter.breadth.value * np.arange(reached.size + 1)
     return best_depth(reached, costs.predict(work.num_rows, tokens, work.num_context_tokens), draft_ms, rate, depths)
 
 
-def _draft_ms(drafter: Candidate, costs: CostModel, num_rows: int) -> Callable[[int], float]:
+def _draft_ms(drafter: DrafterState, costs: CostModel, num_rows: int) -> Callable[[int], float]:
     """depth -> milliseconds of drafting, as if for all rows: where cheaper drafters draft for some, fewer pay for its fixed cost."""
     share = max(1.0 / _MOST_SHARED, drafter.reached.value)
     asked = max(1, round(share * num_rows))

@@ -1,0 +1,177 @@
+"""Who drafts for whom: what asking each drafter brings each request, against what it costs.
+
+The best drafter of a request wins, with a bonus for the one it has; a group that does not pay for its drafter's fixed cost is not asked.
+Drafters that copy for next to nothing are looked up before an expensive one is asked, wherever that one is worth asking:
+control/goodput/decision.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from headway.control.costs import CostModel, Work
+from headway.control.goodput.draft_length import DEPTHS, choose_depth
+from headway.control.goodput.drafter_state import DrafterState
+from headway.control.goodput.gain import RequestGain
+from headway.control.goodput.prices import StepPrices
+from headway.control.policy import SequenceView
+from headway.types import Choice
+
+WAKE_STEPS = 16          # steps over which catching up after a sleep is written off
+STAY = 0.1               # bonus of the drafter a request has, as a share of its gain
+NEXT_TO_NOTHING = 0.1    # tokens: a drafter whose draft costs no more is looked at before another one is asked
+LITTLE = 0.25            # of what the most expensive drafter costs: one of nearly the same price competes with it, one of less is looked up
+STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
+SLOW = 0.15              # a further token for all that costs this share of a plain step: it is asked for one by one
+NOBODY = -1
+
+
+@lru_cache(maxsize=1024)
+def choice(name: str, k: int, lookups: tuple[Choice, ...] = ()) -> Choice:
+    return Choice(name, k, lookups)
+
+
+@dataclass(slots=True)
+class Assignment:
+    """Who is asked for how many drafts, for the sequences `ids`."""
+
+    ids: list[int]
+    lookups: list[DrafterState] = field(default_factory=list)         # are looked up wherever another one is to be asked
+    plan: dict[int, Choice] = field(default_factory=dict)
+    asked: dict[int, DrafterState] = field(default_factory=dict)
+    net_gains: dict[int, float] = field(default_factory=dict)         # where drafters are looked up: tokens that the expensive one brings
+    lookup_prices: list[float] = field(default_factory=list)          # [1 + k] tokens that verifying so many drafts of one request costs
+    behind_slo: set[int] = field(default_factory=set)                 # asked because of their target although that does not pay
+    shares: dict[str, float] = field(default_factory=dict)            # by drafter: of the decoding sequences, how many it is asked for
+
+    def copy(self) -> Assignment:
+        """One that probes are added to."""
+        return replace(self, plan=dict(self.plan), asked=dict(self.asked), net_gains=dict(self.net_gains))
+
+    def ask(self, drafter: DrafterState, sequences: Sequence[SequenceView], prices: StepPrices, costs: CostModel) -> None:
+        """`drafter` drafts for these, where no lookup has found something better."""
+        if not sequences:
+            return
+        first = () if drafter in self.lookups else tuple([choice(each.name, each.max_k) for each in self.lookups])
+        for seq, k in zip(sequences, _depths(drafter, prices, sequences, costs), strict=True):
+            self.plan[seq.seq_id] = choice(drafter.name, min(k, seq.max_k), first)
+            self.asked[seq.seq_id] = drafter
+            if not first:
+                drafter.gain.of(seq.seq_id).note_ask(prices.number, seq.num_context)
+
+
+@dataclass(frozen=True, slots=True)
+class Assigner:
+    """Decides for one step. `expected`: tokens that an ask brings; `is_behind`: whether plain steps take longer than its target."""
+
+    drafters: Sequence[DrafterState]
+    prices: StepPrices
+    costs: CostModel
+    expected: Callable[[DrafterState, SequenceView, RequestGain, int], float]
+    is_behind: Callable[[SequenceView], bool]
+    last: dict[int, int]     # seq_id -> index of the drafter it was given last
+    deciding_ms: float       # of the policy's own time in a step with drafts
+
+    def assign(self, able: list[SequenceView]) -> tuple[Assignment, list[int]]:
+        """(who is asked, [n] index of each sequence's drafter or NOBODY)"""
+        prices = self.prices
+        lookups = self._lookups()
+        found = Assignment([seq.seq_id for seq in able], lookups, lookup_prices=self._lookup_prices(lookups))
+        owner, nets = self._owners(able, found)
+        for index, drafter in enumerate(self.drafters):
+            mine = [i for i, who in enumerate(owner) if who == index]
+            found.ask(drafter, [able[i] for i in mine], prices, self.costs)
+            found.shares[drafter.name] = len(mine) / len(prices.sequences)
+            if found.lookups and drafter not in found.lookups:
+                found.net_gains.update({found.ids[i]: nets[i] for i in mine})
+        for drafter in found.lookups:
+            found.shares[drafter.name] += len(found.net_gains) / len(prices.sequences)
+        return found, owner
+
+    def _lookups(self) -> list[DrafterState]:
+        """Drafters whose draft is a function of the prefix, costs next to nothing, little against another's, and gains that."""
+        if len(self.drafters) == 1:
+            return []
+        number = self.prices.number
+        asking = [self.prices.rate * sum(drafter.prices(number)[:2]) for drafter in self.drafters]
+        most = min(NEXT_TO_NOTHING, LITTLE * max(asking))
+        return [
+            drafter for drafter, price in zip(self.drafters, asking, strict=True)
+            if drafter.deterministic and not drafter.account.off and drafter.is_priced
+            and price <= most and (drafter.is_new or drafter.gain.pool > price)
+        ]  # fmt: skip
+
+    def _lookup_prices(self, lookups: Sequence[DrafterState]) -> list[float]:
+        prices, num_rows, k = self.prices, len(self.prices.sequences), max([drafter.max_k for drafter in lookups], default=0)
+        curve = self.costs.curve(num_rows, num_rows, num_rows * k, prices.num_context)
+        return [prices.rate * (ms - curve[0]) / num_rows for ms in curve[::num_rows]]
+
+    def _owners(self, able: list[SequenceView], found: Assignment) -> tuple[list[int], list[float]]:
+        """[n] index of the drafter that is worth asking most, or NOBODY, and tokens net that it brings. An expensive one goes before those
+        that are looked up before it is asked."""
+        step = self.prices
+        best, owner, nets = [0.0] * len(able), [NOBODY] * len(able), [0.0] * len(able)
+        copied, copier = list(best), list(owner)   # the same of those that are looked up
+        tried: list[int] = []
+        for index, drafter in enumerate(self.drafters):
+            if drafter.account.off:
+                continue
+            tried.append(index)
+            most, who = (copied, copier) if drafter in found.lookups else (best, owner)
+            _, each, per_unseen = drafter.prices(step.number)
+            price, per_unseen = step.rate * each, step.rate * per_unseen / WAKE_STEPS
+            for i in range(min(len(able), drafter.sample_size) if drafter.is_new else len(able)):
+                seq = able[i]
+                own = drafter.gain.of(seq.seq_id)
+                gain = self.expected(drafter, seq, own, step.number)
+                net = raw = gain - price - per_unseen * max(0, seq.num_context - 1 - own.num_seen)
+                if self.last.get(seq.seq_id) == index:
+                    net += STAY * abs(gain)
+                if net <= 0.0 and self.is_behind(seq):
+                    net = 1e-6
+                    found.behind_slo.add(seq.seq_id)
+                if net > most[i]:
+                    most[i], who[i] = net, index
+                    if who is owner:
+                        nets[i] = raw
+        if not found.behind_slo:
+            self._drop_poor(tried, best, owner)
+            self._drop_poor(tried, copied, copier)
+        value = sum([max(asked, looked_up) for asked, looked_up in zip(best, copied, strict=True)])
+        if value <= step.rate * self.deciding_ms and not found.behind_slo and not any(drafter.is_new for drafter in self.drafters):
+            return [NOBODY] * len(owner), nets
+        return [looked_up if asked == NOBODY else asked for asked, looked_up in zip(owner, copier, strict=True)], nets
+
+    def _drop_poor(self, tried: list[int], best: list[float], owner: list[int]) -> None:
+        """Leaves out groups that do not pay for their drafter's fixed cost. Who would have been second waits for the next decision."""
+        poor = [
+            index for index in tried
+            if 0.0 < sum(net for net, who in zip(best, owner, strict=True) if who == index)
+            <= self.prices.rate * self.drafters[index].prices(self.prices.number)[0]
+        ]  # fmt: skip
+        for i, who in enumerate(owner):
+            if who in poor:
+                best[i], owner[i] = 0.0, NOBODY
+
+
+def _depths(drafter: DrafterState, prices: StepPrices, sequences: Sequence[SequenceView], costs: CostModel) -> list[int]:
+    """How many drafts to ask for, per sequence."""
+    longest, num_rows = drafter.max_k, len(sequences)
+    steep = drafter.rise(num_rows) > STEEP * prices.plain_ms
+    matters = steep or not (drafter.deterministic or all(seq.greedy for seq in sequences))
+    if (first := drafter.first_depth) is not None:
+        drafter.set_depth(drafter.depth, matters=matters)
+        return [first] * num_rows
+    if not matters:
+        drafter.set_depth(longest, matters=False)
+        return [longest] * num_rows
+    depths = [depth for depth in DEPTHS if depth <= longest] if steep else [longest]
+    work = Work(len(prices.sequences), len(prices.sequences) + prices.num_prefill, prices.num_context)
+    depth, lengths = choose_depth(drafter, costs, [seq.seq_id for seq in sequences], work, prices.rate, depths)
+    drafter.set_depth(depth, matters=True)
+    if drafter.stops_early:
+        return [longest] * num_rows
+    whole = [not (drafter.deterministic or seq.greedy) for seq in sequences]
+    return [max(1, length) if fixed else depth for length, fixed in zip(lengths, whole, strict=True)]

@@ -1,0 +1,152 @@
+"""One step's decision, from `plan` until `observe`, and who drafts once cheap drafters were looked up.
+
+A drafter that copies costs next to nothing, says by itself how sure it is, and has often nothing to say. So wherever an expensive one (a
+network) is worth asking, the cheap ones are looked up first, and each step decides with their drafts in hand: what the best of them
+brings net of verification, against what asking the expensive one has brought lately where it was asked, net of its price. What an
+expensive one gains is therefore learned on what the cheap ones leave to it; together they bring the larger of the two in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from headway.control.costs import CostModel
+from headway.control.goodput.allocation import FEW
+from headway.control.goodput.assignment import STEEP, Assignment, choice
+from headway.control.goodput.drafter_state import DrafterState
+from headway.control.goodput.prices import StepPrices
+from headway.control.goodput.stopping import Stopping
+from headway.control.policy import DraftView, SequenceView
+from headway.types import Choice
+
+_SHADOW_DEPTH = 2   # drafts of a shadow whose drafter takes time for each
+
+
+class Step:
+    """What was decided and expected of one step."""
+
+    def __init__(self, prices: StepPrices) -> None:
+        self.prices = prices
+        self.verify_ms = prices.verify_ms                      # of one more draft
+        self.assignment = Assignment([])
+        self.asked: dict[int, DrafterState] = {}               # the same as the assignment's until drafters were looked up
+        self.probed: set[int] = set()
+        self.shadow_plan: dict[int, Choice] = {}
+        self.left: dict[int, tuple[DrafterState, float]] = {}  # best lookup that was not taken, and the tokens it was to bring
+        self._stopping: dict[str, Stopping] = {}               # by drafter
+
+    def adopt(self, assignment: Assignment) -> None:
+        self.assignment, self.asked = assignment, assignment.asked
+
+    def try_on(self, drafter: DrafterState, sequences: Sequence[SequenceView], costs: CostModel) -> None:
+        """A probe: `drafter` drafts for these in this step only."""
+        if not self.probed:
+            self.adopt(self.assignment.copy())
+        self.assignment.ask(drafter, sequences, self.prices, costs)
+        self.probed.update([seq.seq_id for seq in sequences])
+        if self.assignment.lookups and drafter not in self.assignment.lookups:
+            self.assignment.net_gains.update(dict.fromkeys([seq.seq_id for seq in sequences], 0.0))
+
+    def verified(self, verify_ms: float) -> None:
+        """What each draft that is verified costs, now that their number is known."""
+        self.verify_ms = verify_ms
+
+    def watch(self, drafter: DrafterState, seq: SequenceView) -> None:
+        """A shadow draft, unless one is under way already."""
+        if seq.seq_id not in self.shadow_plan and seq.seq_id not in drafter.shadows:
+            k = min(drafter.depth, _SHADOW_DEPTH) if drafter.rise(1) > STEEP * self.prices.plain_ms else drafter.max_k
+            self.shadow_plan[seq.seq_id] = choice(drafter.name, min(k, seq.max_k))
+            drafter.watch(seq.seq_id, min(k, seq.max_k), len(self.prices.sequences), self.prices.rate, self.verify_ms)
+
+    def stopping_of(self, drafter: DrafterState, costs: CostModel) -> Stopping:
+        found = self._stopping.get(drafter.name)
+        if found is None:
+            prices, num_rows = self.prices, len(self.prices.sequences)
+            tokens = num_rows + prices.num_prefill + np.arange(num_rows * drafter.max_k + 1)
+            step_ms = costs.predict(num_rows, tokens, prices.num_context, prices.num_prefill)
+            found = self._stopping[drafter.name] = Stopping(drafter, step_ms, prices.rate)
+        return found
+
+    def drafting_ms(self, drafters: Sequence[DrafterState], drafts: Sequence[DraftView], costs: CostModel) -> float:
+        """What drafting was to take; where it was decided on the way, what so many passes were."""
+        asked, ms = list(self.asked.values()), 0.0
+        for drafter in drafters:
+            depth = drafter.depth
+            if drafter.stops_early:
+                depth = max([draft.length for draft in drafts if draft.drafter == drafter.name], default=1)
+            ms += costs.predict_draft(drafter.name, asked.count(drafter), depth)
+        if self.left:
+            ms += sum([costs.predict_draft(drafter.name, len(self.left), drafter.depth) for drafter in self.assignment.lookups])
+        return ms
+
+    def take(self, drafts: Sequence[DraftView], by_name: Mapping[str, DrafterState]) -> dict[int, str]:
+        """seq_id -> the cheap drafter whose draft is taken, for those that are not left to the expensive one; `asked` then says who was."""
+        net_gains = self.assignment.net_gains
+        if not net_gains:
+            return {}
+        best: dict[int, tuple[float, str]] = {}
+        for draft, gain in zip(drafts, net_gains_of(drafts, by_name, self.assignment.lookup_prices), strict=True):
+            if gain > best.get(draft.seq_id, (0.0, ""))[0]:
+                best[draft.seq_id] = gain, draft.drafter
+        nothing = 0.0, self.assignment.lookups[0].name
+        taken: dict[int, str] = {}
+        going: dict[str, list[int]] = {}
+        for seq_id, net in net_gains.items():
+            gain, name = best.get(seq_id, nothing)
+            if gain > 0.0 if seq_id in self.probed or seq_id in self.assignment.behind_slo else gain >= net:
+                taken[seq_id] = name
+            else:
+                going.setdefault(self.asked[seq_id].name, []).append(seq_id)
+        for expensive, mine in going.items():
+            more = sum([net_gains[seq_id] - best.get(seq_id, nothing)[0] for seq_id in mine])
+            forced = self.assignment.behind_slo or not self.probed.isdisjoint(mine)
+            # For so few of them it does not bring what it costs to ask it at all.
+            if more <= self.prices.rate * by_name[expensive].prices(self.prices.number)[0] and not forced:
+                taken.update({seq_id: best.get(seq_id, nothing)[1] for seq_id in mine})
+            else:
+                self.left.update({seq_id: (by_name[best.get(seq_id, nothing)[1]], best.get(seq_id, nothing)[0]) for seq_id in mine})
+        self._note(taken, by_name)
+        return taken
+
+    def _note(self, taken: Mapping[int, str], by_name: Mapping[str, DrafterState]) -> None:
+        num_planned: dict[str, int] = {}
+        for seq_id in self.assignment.net_gains:
+            num_planned[self.asked[seq_id].name] = num_planned.get(self.asked[seq_id].name, 0) + 1
+        contexts = {seq.seq_id: seq.num_context for seq in self.prices.sequences}
+        self.asked = self.asked | {seq_id: by_name[name] for seq_id, name in taken.items()}
+        num_left: dict[str, int] = {}
+        for seq_id in self.left:
+            expensive = self.asked[seq_id]
+            expensive.gain.of(seq_id).note_ask(self.prices.number, contexts[seq_id])
+            num_left[expensive.name] = num_left.get(expensive.name, 0) + 1
+        for name, planned in num_planned.items():
+            by_name[name].reached.observe(num_left.get(name, 0) / planned)
+
+
+def net_gains_of(drafts: Sequence[DraftView], by_name: Mapping[str, DrafterState], prices: Sequence[float]) -> list[float]:
+    """[n] what `net_gain` says of each draft; in arrays where there are many."""
+    if sum([draft.length for draft in drafts]) <= FEW:
+        return [net_gain(by_name[draft.drafter].reach(draft), prices) for draft in drafts]
+    found = [0.0] * len(drafts)
+    for name in {draft.drafter for draft in drafts}:
+        mine = [i for i, draft in enumerate(drafts) if draft.drafter == name]
+        reached = np.cumsum(by_name[name].values([drafts[i] for i in mine]), axis=1)
+        net = (reached - np.array(prices[1 : reached.shape[1] + 1])).max(axis=1).tolist()
+        for i, gain in zip(mine, net, strict=True):
+            found[i] = max(0.0, gain)
+    return found
+
+
+def net_gain(values: Sequence[float], prices: Sequence[float]) -> float:
+    """Tokens net of verification that the best beginning of a draft brings; 0 when none pays.
+
+    values  P(accepted up to here)
+    prices  [1 + k] tokens that verifying so many drafts of one request costs
+    """
+    best = reached = 0.0
+    for value, price in zip(values, prices[1:], strict=False):
+        reached += value
+        best = max(best, reached - price)
+    return best
