@@ -269,7 +269,7 @@ def test_drafts_are_those_of_a_drafter_that_saw_this_salt_alone(
         finish(shared, number, [7], response, salt)
         finish(alone[salt], number, [7], response)
     for salt in SALTS:
-        found = shared.propose([DraftRequest(100, history, 1, k, True, salt=salt)], keep)[0]
+        found = shared.propose([DraftRequest(100, history, 1, k, True, salt=salt)], never_stop)[0]
         shared.stop(100)
         assert found == propose(alone[salt], history, k)
 
@@ -279,7 +279,7 @@ def test_places_of_other_salts_do_not_count() -> None:
     finish(drafter, 0, [0], [1, 2, 3, 4, 5], b"mine")
     for number in range(1, 2 * suffix.MAX_PLACES):
         finish(drafter, number, [0], [1, 2, 3, 9, 9], b"theirs")
-    found = drafter.propose([DraftRequest(1000, [1, 2, 3], 1, 2, True, salt=b"mine")], keep)
+    found = drafter.propose([DraftRequest(1000, [1, 2, 3], 1, 2, True, salt=b"mine")], never_stop)
     assert found[0].tokens == [4, 5]
 
 
