@@ -56,6 +56,7 @@ def _resolved(config: EngineConfig, settings: list[Setting]) -> list[Setting]:
     """The settings with what the model and the machine decide filled in. Raises ModelError, ConfigError."""
     import torch
 
+    from headway.engine import cores
     from headway.engine.drafting import bind_drafters
     from headway.engine.memory import plan_memory
     from headway.models import hub, loader
@@ -69,7 +70,8 @@ def _resolved(config: EngineConfig, settings: list[Setting]) -> list[Setting]:
     model = cast("Decoder", SimpleNamespace(config=shape, directory=directory, dtype=dtype, device=device))
     _, drafters = bind_drafters(config.speculative, config, model)
     memory = plan_memory(config, model, drafters)
-    threads = config.num_threads or torch.get_num_threads()
+    cores.set_threads(config.num_threads)
+    threads = torch.get_num_threads()
     found: dict[str, tuple[Any, str]] = {
         "dtype": (str(dtype).removeprefix("torch."), "machine"),
         "device": (str(device), "machine"),

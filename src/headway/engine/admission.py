@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from headway.errors import InvalidRequestError
 from headway.types import Request, Sequence
 
@@ -60,8 +58,3 @@ def make_sequence(request: Request, index: int, seq_id: int, seed: int, engine: 
         token_ids=list(request.prompt_token_ids),
         num_prompt_tokens=num_prompt,
     )
-
-
-def set_threads(num_threads: int | None) -> None:
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)

@@ -25,7 +25,7 @@ from headway.control.policy import BatchView, Policy, hooks_of
 from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, Target
-from headway.engine import admission, prompt_logprobs
+from headway.engine import admission, cores, prompt_logprobs
 from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
 from headway.engine.experience import Experience
 from headway.engine.kv_cache import BlockPool
@@ -75,7 +75,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, *, model: Decoder | None = None, progress: bool = False) -> None:
-        admission.set_threads(config.num_threads)
+        cores.set_threads(config.num_threads)
         self.config = config
         self.model = model or load_model(
             config.model, dtype=config.dtype, device=config.device, quantization=config.quantization, progress=progress

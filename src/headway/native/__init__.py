@@ -28,7 +28,7 @@ VARIANTS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon")
 
 
 class Library:
-    """One compiled library. Functions are looked up by name; threads are PyTorch's own."""
+    """One compiled library. Functions are looked up by name; its threads are its own, as many as PyTorch would use."""
 
     def __init__(self, path: Path, variant: str) -> None:
         """Raises OSError when the file is not a library for this machine, or one of another version of these sources."""
@@ -37,10 +37,6 @@ class Library:
         if not hasattr(self._dll, "interface_number") or self._dll.interface_number() & 0xFFFFFFFF != INTERFACE:
             raise OSError("built from other sources than those beside it; install again")
         self._functions: dict[tuple[str, torch.dtype], Callable[[object], None]] = {}
-        team = _start_team()
-        self.threaded = team is not None
-        if team is not None:
-            self._dll.set_threads(team)
         self.plan: Callable[[object], None] = self._dll.plan
         self._dll.plan.restype = None
         self.bf16_pack: int = self._dll.bf16_pack()
@@ -106,10 +102,3 @@ def supported_variants() -> tuple[str, ...]:
         return (*(name for name, there in more if there), "avx512", "avx2")
     return ("avx2",) if capability == "AVX2" else ()
 
-
-def _start_team() -> ctypes.c_void_p | None:
-    """Address of GOMP_parallel in the OpenMP runtime PyTorch has loaded; None when there is none (kernels then run on one thread)."""
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
-    except (OSError, AttributeError, TypeError):
-        return None

@@ -1,5 +1,4 @@
-// Work for the threads that PyTorch already has: its OpenMP runtime is handed in by address, so nothing is linked and no second pool of
-// threads fights for the cores. Without one (`set_threads` not called) everything runs on the calling thread.
+// Threads for the kernels: see parallel.c. PyTorch has a team of its own, which sleeps while the kernels work.
 #pragma once
 #include <stdint.h>
 

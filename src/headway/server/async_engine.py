@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from headway.engine.cores import CoreShare
 from headway.errors import InvalidRequestError, QueueFullError
 from headway.server.errors import DrainingError, EngineFailedError
 from headway.types import OutputDelta, Request
@@ -101,6 +102,7 @@ class AsyncEngine:
         self._streams: dict[str, tuple[Stream, int]] = {}
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
+        self._cores = CoreShare()
         self._added: dict[str, int] = {}   # engine thread: request id -> sequences not finished
         self._thread = threading.Thread(target=self._run, name="headway-engine", daemon=True)
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -253,7 +255,8 @@ class AsyncEngine:
 
     def _step(self) -> None:
         try:
-            deltas = self.engine.step()
+            with self._cores.watching():
+                deltas = self.engine.step()
         except Exception:
             logger.exception("a step failed; the requests it held are answered with an error")
             failed = list(self._added)
