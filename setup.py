@@ -62,7 +62,7 @@ class AnyPythonWheel(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            f"headway.native._kernels_{variant}", SOURCES, depends=HEADERS, extra_compile_args=COMMON + flags, libraries=["m"],
+            f"headway.native._kernels_{variant}", SOURCES, depends=HEADERS, extra_compile_args=COMMON + flags, libraries=["m", "pthread"],
             extra_link_args=[flag for flag in COMMON if flag.startswith("-fsanitize")], optional=True,
         )
         for variant, flags in FLAGS.get(platform.machine(), {}).items()
