@@ -14,7 +14,8 @@ from headway.drafters.core.automatic import spell_out
 from headway.engine.engine import Engine
 from headway.engine.tokenizer import Message, Tokenizer
 from headway.errors import InvalidRequestError, unknown_key
-from headway.types import OutputDelta, Request, SamplingParams, SpecDecodeMetrics, TokenLogprobs
+from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.types import OutputDelta, Request, SamplingParams, TokenLogprobs
 
 # A mapping has "prompt" or "prompt_token_ids", and may have a "cache_salt": what it leaves in the caches, only prompts with this salt find.
 Prompt: TypeAlias = "str | list[int] | Mapping[str, Any]"

@@ -16,7 +16,7 @@ from headway.bench.load import LoadOptions
 from headway.bench.records import Record, Run, TimeShares, hash_outputs, percentiles
 from headway.bench.workloads import Prompt
 from headway.errors import ConfigError
-from headway.types import SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
 
 
 class Bytes:

@@ -8,7 +8,8 @@ import pytest
 
 from headway.cli.generate import summary
 from headway.cli.terminal import GREEN, RED_STRUCK, RESET, DraftWriter, colored, mark
-from headway.types import OutputDelta, SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.types import OutputDelta
 
 
 class Bytes:

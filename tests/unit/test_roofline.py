@@ -6,7 +6,7 @@ import pytest
 
 from headway.bench.records import Record, Run
 from headway.bench.roofline import Roofline
-from headway.types import SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
 
 
 def test_share_of_the_ceiling() -> None:

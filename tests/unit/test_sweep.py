@@ -25,7 +25,8 @@ from headway.engine.engine import Engine
 from headway.engine.memory import kv_bytes_each, plan_memory
 from headway.engine.metrics import EngineMetrics
 from headway.errors import ConfigError
-from headway.types import OutputDelta, SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.types import OutputDelta
 from tests.tiny import tiny_model_dir
 
 TINY = SweepOptions(workloads="chat", concurrencies="1,4", configurations="off,suffix-k2,batch_table", rounds=2, output_len=4)

@@ -16,7 +16,7 @@ from headway.bench.arrivals import Arrivals
 from headway.bench.load import LoadOptions
 from headway.bench.records import Record, Run, hash_outputs
 from headway.engine.engine import Engine
-from headway.types import SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
 
 SLICE_S = 0.5   # seconds: the caches that another engine emptied are full again after a step
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.types import SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
 
 
 @dataclass(slots=True)

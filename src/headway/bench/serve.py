@@ -21,7 +21,7 @@ from headway.bench.scrape import Growth, Scrape
 from headway.bench.workloads import Prompt
 from headway.config import option
 from headway.errors import ConfigError
-from headway.types import SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
 
 ENDPOINTS = ("completions", "chat")
 PREFIX = "vllm:spec_decode_num_"

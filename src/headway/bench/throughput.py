@@ -11,7 +11,8 @@ from headway.bench.load import LoadOptions
 from headway.bench.records import Record, Run, TimeShares
 from headway.engine.engine import Engine
 from headway.errors import InvalidRequestError
-from headway.types import Request, SamplingParams, SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.types import Request, SamplingParams
 
 Progress = Callable[[int], None]
 """Called with the number of requests that finished since the last call."""

@@ -11,7 +11,8 @@ from headway.cli.sampling import add_sampling_arguments, sampling_params
 from headway.cli.settings import add_engine_arguments, engine_config
 from headway.cli.terminal import DraftWriter, colored, legend
 from headway.errors import ConfigError
-from headway.types import Request, SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.types import Request
 
 if TYPE_CHECKING:
     from headway.engine.engine import Engine

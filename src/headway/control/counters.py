@@ -14,7 +14,8 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from headway.types import NO_DRAFT, Feedback, SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.types import NO_DRAFT, Feedback
 
 NUM_ERRORS = 256   # forecasts that an error is the median of
 # Every k that is common has a bucket of its own.

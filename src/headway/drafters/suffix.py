@@ -144,7 +144,8 @@ class Suffix(Drafter):
         offset = self.cache.offset(request.salt) if self.cache is not None else None
         if self.cache is None or offset is None:
             return Draft(best.tokens, confidence=best.confidence)
-        found = self._search(self.cache.index, [token + offset for token in tail], self.cache.index.end, k, best, CACHE_ESCAPE)
+        tail = [token + offset for token in tail] if offset else tail
+        found = self._search(self.cache.index, tail, self.cache.index.end, k, best, CACHE_ESCAPE)
         tokens = found.tokens if found is best else [token - offset for token in found.tokens]
         return Draft(tokens, confidence=found.confidence)
 

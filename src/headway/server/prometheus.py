@@ -15,7 +15,7 @@ from headway.config import SpeculativeConfig
 from headway.control.counters import CHOSEN_K, Histogram, measurements
 from headway.engine.metrics import EngineMetrics
 from headway.server.async_engine import AsyncEngine
-from headway.types import SpecDecodeMetrics
+from headway.spec_decode_metrics import SpecDecodeMetrics
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 

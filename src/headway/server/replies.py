@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headway.types import OutputDelta, SpecDecodeMetrics, TokenLogprobs
+from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.types import OutputDelta, TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0   # JSON has no -inf
 _quote = json.encoder.encode_basestring_ascii   # json.dumps of a string, without its way there

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from headway.config import SpeculativeConfig
 from headway.engine.engine import Engine
+from headway.spec_decode_metrics import SpecDecodeMetrics
 from headway.train.options import TrainOptions
 from headway.train.screen import Screen
-from headway.types import Request, SamplingParams, SpecDecodeMetrics
+from headway.types import Request, SamplingParams
 
 NUM_PROMPTS = 8
 NUM_DRAFTS = 4
