@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 60
 LAYERS = {
     "errors": 1, "types": 1, "config": 1, "plugins": 1, "spec_decode_metrics": 1, "vllm_words": 1,
     "control": 2, "native": 2,
-    "models": 3,
+    "models": 3, "telemetry": 3,
     "drafters": 4,
     "engine": 5,
     "llm": 6, "server": 6, "bench": 6, "tune": 6, "train": 6, "simulate": 6, "vllm": 6,

@@ -12,10 +12,10 @@ import pytest
 from headway.control.costs import Work
 from headway.control.trace import read_trace
 from headway.errors import ConfigError
+from headway.telemetry.learned_state import LEAST_STEPS, SAVE_BUSY_S, SAVE_IDLE_S
 from headway.vllm import compat
 from headway.vllm.build import Parts, build, refuse_data_parallel
-from headway.vllm.kept import LEAST_STEPS, SAVE_BUSY_S, SAVE_EVERY_S, path_of
-from headway.vllm.settings import Settings
+from headway.vllm.settings import Settings, learned_path
 from tests.unit.test_vllm_adapter import Engine, Recorder, request
 
 
@@ -83,31 +83,34 @@ def test_data_parallel_ranks_must_not_disagree(method: str) -> None:
 def test_what_was_learned_is_kept_between_starts(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "costs.json"
     parts = built(costs=str(path))
-    assert parts.kept is not None
-    parts.kept.costs.learn([(Work(4, 4 + n, 400), 10.0 + n) for n in range(8)])
+    assert parts.learned is not None
+    assert parts.learned.costs is not None
+    parts.learned.costs.learn([(Work(4, 4 + n, 400), 10.0 + n) for n in range(8)])
     parts.close()
     assert not path.exists(), "nothing was observed: nothing to keep"
-    parts.kept.costs._target.num_observed = LEAST_STEPS
+    parts.learned.costs._target.num_observed = LEAST_STEPS
     parts.keep(idle=True)
     assert not path.exists(), "not so soon"
     parts.close()
     again = built(costs=str(path))
-    assert again.kept is not None
-    assert float(again.kept.costs.predict(4, 8, 400)) == pytest.approx(float(parts.kept.costs.predict(4, 8, 400)), rel=0.05)
+    assert again.learned is not None
+    assert again.learned.costs is not None
+    assert float(again.learned.costs.predict(4, 8, 400)) == pytest.approx(float(parts.learned.costs.predict(4, 8, 400)), rel=0.05)
     saved = json.loads(path.read_text())
     for damaged in ("damaged", "[]", json.dumps(saved | {"costs": {}}), json.dumps(saved | {"learned": {"ngram": {"worth": "x"}}})):
         path.write_text(damaged)
         assert built(costs=str(path)).adapter is not None
 
 
-@pytest.mark.parametrize(("idle", "wait_s"), [(True, SAVE_EVERY_S), (False, SAVE_BUSY_S)])
+@pytest.mark.parametrize(("idle", "wait_s"), [(True, SAVE_IDLE_S), (False, SAVE_BUSY_S)])
 def test_it_is_saved_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: bool, wait_s: float) -> None:
     now = [100.0]
-    monkeypatch.setattr("headway.vllm.kept.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("headway.telemetry.learned_state.time", SimpleNamespace(monotonic=lambda: now[0]))
     path = tmp_path / "costs.json"
     parts = built(costs=str(path))
-    assert parts.kept is not None
-    parts.kept.costs._target.num_observed = LEAST_STEPS
+    assert parts.learned is not None
+    assert parts.learned.costs is not None
+    parts.learned.costs._target.num_observed = LEAST_STEPS
     now[0] += wait_s - 1.0
     parts.keep(idle=idle)
     assert not path.exists()
@@ -120,7 +123,7 @@ def test_a_file_per_model_and_machine(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
     engine, other = scheduler(), scheduler()
     other.vllm_config.model_config.model = "larger"
-    paths = [path_of(Settings(), one.vllm_config, "ngram") for one in (engine, scheduler(), other)]
+    paths = [learned_path(Settings(), one.vllm_config, "ngram") for one in (engine, scheduler(), other)]
     assert paths[0] == paths[1] != paths[2]
     assert paths[0] is not None
     assert paths[0].parent == tmp_path / "vllm"

@@ -17,11 +17,9 @@ where there is no data. A step that took far too long moves nothing until severa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,21 +211,9 @@ class CostModel:
             for name, saved in document["drafters"].items():
                 model._drafters[str(name)] = _Fit(_draft_design, _DRAFT_SMOOTH)
                 model._drafters[str(name)].load(saved)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"not a saved cost model: {error!r}") from error
         return model
-
-    def save(self, path: Path) -> None:
-        """Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(json.dumps(self.to_json()), encoding="utf-8")
-        partial.replace(path)
-
-    @classmethod
-    def load(cls, path: Path) -> CostModel:
-        """Raises OSError or ValueError."""
-        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 # -- the regression ---------------------------------------------------------------------------------------------------
@@ -399,6 +385,8 @@ class _Fit:
             self._cells[tuple(int(part) for part in key)] = _Cell(raw, ms, weight, int(seen))
         self.speed = self._fitted_speed = float(saved["speed"])
         self.num_observed = int(saved["num_observed"])
+        if not (math.isfinite(self.speed) and self.speed > 0.0 and self.num_observed >= 0):
+            raise ValueError("not a saved cost model: speed and number of observations must be finite and positive")
         self.refit()
         self.trust()
 

@@ -25,9 +25,8 @@ from headway.control.policy import BatchView, Policy, hooks_of
 from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, Target
-from headway.engine import admission, cores, prompt_logprobs
+from headway.engine import admission, build, cores, prompt_logprobs
 from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
-from headway.engine.experience import Experience
 from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
 from headway.engine.metrics import EngineMetrics
@@ -40,6 +39,7 @@ from headway.engine.verify import Verifier
 from headway.models.decoder import Decoder
 from headway.models.generation import sampling_defaults
 from headway.models.loader import load_model
+from headway.telemetry.learned_state import LearnedState
 from headway.types import (
     Choice,
     Draft,
@@ -84,8 +84,7 @@ class Engine:
         self.sampling_defaults = sampling_defaults(config.model, self.model.config.generation)   # for who asks for none
         self.requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}   # live, by seq_id
-        self._experience = Experience()
-        weakref.finalize(self, self._experience.save)
+        self._learned: LearnedState | None = None   # opened for the first policy that needs costs
         self.speculate(config.speculative, progress=progress)
         self.metrics = EngineMetrics()
         self.trace = TraceWriter(config.trace, self._trace_header()) if config.trace else None
@@ -102,6 +101,8 @@ class Engine:
         assert not self.requests, "the way to speculate can only change while nothing runs"
         config = self.config
         self._unload()
+        if self._learned is not None:
+            self._learned.release()
         self.drafters, drafter_memory = bind_drafters(speculative, config, self.model, progress)
         self.memory = plan_memory(config, self.model, drafter_memory)
         self.max_model_len = self.memory.max_model_len
@@ -123,8 +124,7 @@ class Engine:
         self._shadows = Shadows()
         self.proposer = Proposer(self.drafters, self.scheduler, self._shadows)
         self._observe_s = 0.0   # the policy's time after the step before
-        self._experience.keep()
-        self.policy: Policy | None = self._experience.start(self, speculative) if speculative else None
+        self.policy = self._start_policy(speculative) if speculative else None
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -200,8 +200,8 @@ class Engine:
         if self.trace:
             self.trace.write(view, feedback)
         self._observe_load()
-        if not self.scheduler.has_work():
-            self._experience.rest()
+        if self._learned is not None and not self.scheduler.has_work():
+            self._learned.save_now_and_then(idle=True)
         return deltas
 
     def _plan(self, view: BatchView, clock: _Clock) -> tuple[Mapping[int, Choice], Mapping[int, Choice]]:
@@ -376,6 +376,12 @@ class Engine:
             "max_num_seqs": self.config.max_num_seqs,
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
         }
+
+    def _start_policy(self, speculative: SpeculativeConfig) -> Policy:
+        if self.config.profile and speculative.build_policy().needs_costs and self._learned is None:
+            self._learned = build.open_learned(self)
+            weakref.finalize(self, self._learned.save)
+        return build.build_policy(self, speculative, self._learned)
 
     def _unload(self) -> None:
         """Gives back what `speculate` is about to plan anew."""

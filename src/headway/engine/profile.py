@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import statistics
 import time
 from collections.abc import Sequence as SequenceOf
@@ -39,26 +38,21 @@ CONTEXTS = (32, 512)      # tokens of each sequence
 CHECKED = ((1, 0, 32), (4, 16, 32), (16, 16, 32))
 TOLERANCE = 0.25          # by which the checked sizes may differ from a kept profile, after one common factor
 
-logger = logging.getLogger("headway.profile")
 
 
-def cost_model(engine: Engine) -> CostModel:
-    """The kept profile of this model on this machine when it still holds, else a new one."""
-    path = path_of(engine)
-    try:
-        kept = CostModel.load(path)
-    except (OSError, ValueError):
-        kept = None
-    if kept is not None and (ratio := _holds(kept, _measure(engine, CHECKED, 0.1 * BUDGET_S))):
-        kept.rescale(ratio)
-        return kept
+def measured(engine: Engine) -> CostModel:
+    """A new profile."""
     costs = CostModel()
     costs.learn(_measure(engine, _grid(engine), BUDGET_S))
-    try:
-        costs.save(path)
-    except OSError as error:
-        logger.warning("cannot keep the profile %s: %s", path, error.strerror)
     return costs
+
+
+def holds(engine: Engine, costs: CostModel) -> bool:
+    """Whether a few passes take what was kept says, but for one common factor: by that `costs` is corrected."""
+    factor = _factor(costs, _measure(engine, CHECKED, 0.1 * BUDGET_S))
+    if factor is not None:
+        costs.rescale(factor)
+    return factor is not None
 
 
 def path_of(engine: Engine) -> Path:
@@ -152,7 +146,7 @@ def _sequence(index: int, token_ids: list[int], blocks: list[int]) -> Sequence:
     )
 
 
-def _holds(kept: CostModel, measured: list[tuple[Work, float]]) -> float | None:
+def _factor(kept: CostModel, measured: list[tuple[Work, float]]) -> float | None:
     """The one factor by which the measured passes differ from the kept profile; None when no single factor explains them."""
     ratios = [ms / float(kept.predict(work.num_rows, work.num_tokens, work.num_context_tokens)) for work, ms in measured]
     middle = statistics.median(ratios)

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway import __version__, vllm_words
+from headway.control.costs import CostModel
 from headway.control.trace import TraceWriter
 from headway.errors import ConfigError
+from headway.telemetry.learned_state import UNREADABLE, LearnedState
 from headway.vllm import compat
 from headway.vllm.adapter import Adapter
 from headway.vllm.chooser import Chooser
 from headway.vllm.counters import Counters
-from headway.vllm.kept import Kept, path_of
-from headway.vllm.settings import Settings
+from headway.vllm.settings import Settings, learned_path
 from headway.vllm.telemetry import Sender
 
 logger = logging.getLogger("vllm.headway")
@@ -32,7 +33,7 @@ class Parts:
     sender: Sender
     adapter: Adapter | None = None
     drafts_all: bool = False
-    kept: Kept | None = None
+    learned: LearnedState | None = None
 
     def num_to_draft(self) -> int:
         assert self.adapter is not None
@@ -41,14 +42,14 @@ class Parts:
 
     def keep(self, *, idle: bool) -> None:
         """Between two steps; `idle`: the server has no work."""
-        if self.adapter is not None and self.kept is not None:
-            self.kept.save_now_and_then(self.adapter.chooser.policy, idle=idle)
+        if self.adapter is not None and self.learned is not None:
+            self.learned.save_now_and_then(idle=idle)
 
     def close(self) -> None:
         if self.adapter is not None:
             self.adapter.close()
-            if self.kept is not None and not self.counters.off:
-                self.kept.save(self.adapter.chooser.policy)
+            if self.learned is not None and not self.counters.off:
+                self.learned.save()
 
 
 def build(scheduler: Any, vllm_version: str) -> Parts:
@@ -81,24 +82,29 @@ def _assemble(parts: Parts, scheduler: Any, vllm_version: str) -> None:
     if not compat.is_tested(vllm_version):
         logger.warning("Headway was tested with vLLM %s; this is %s", " and ".join(compat.TESTED), vllm_version)
     parts.drafts_all = bool(config.scheduler_config.async_scheduling) or method in ALWAYS_ALL
-    parts.kept = Kept(path_of(settings, config, method))
+    parts.learned = LearnedState(learned_path(settings, config, method))
     drafts_ahead = not config.scheduler_config.async_scheduling
-    chooser = _chooser(settings, method, scheduler.num_spec_tokens, parts.kept, drafts_ahead)
+    chooser = _chooser(settings, method, scheduler.num_spec_tokens, parts.learned, drafts_ahead)
     trace = _trace(settings, config, method, scheduler, name)
     parts.adapter = Adapter(scheduler, chooser, counters, trace=trace, copies=method == "ngram")
     logger.info(
         "Headway %s chooses k <= %d for each request and step (%s over %s, %d steps of cost data)",
-        __version__, scheduler.num_spec_tokens, name, method, parts.kept.costs.num_observed,
+        __version__, scheduler.num_spec_tokens, name, method, parts.learned.costs.num_observed if parts.learned.costs else 0,
     )  # fmt: skip
 
 
-def _chooser(settings: Settings, method: str, max_k: int, kept: Kept, drafts_ahead: bool) -> Chooser:
-    if kept.learned is not None:
-        try:
-            return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, drafts_ahead=drafts_ahead, learned=kept.learned)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.warning("what the policy learned before cannot be read: %r", error)
-    return Chooser(settings.build_policy(max_k), method, max_k, kept.costs, drafts_ahead=drafts_ahead)
+def _chooser(settings: Settings, method: str, max_k: int, learned: LearnedState, drafts_ahead: bool) -> Chooser:
+    """A policy of its own on the costs that are known, followed by `learned`."""
+    costs, state = learned.costs or CostModel(), learned.learned(method)
+    try:
+        chooser = Chooser(settings.build_policy(max_k), method, max_k, costs, drafts_ahead=drafts_ahead, learned=state)
+    except UNREADABLE as error:
+        if state is None:
+            raise
+        logger.warning("what the policy learned before cannot be read: %r", error)
+        chooser = Chooser(settings.build_policy(max_k), method, max_k, costs, drafts_ahead=drafts_ahead)
+    learned.follow(method, chooser.policy, costs)
+    return chooser
 
 
 def refuse_data_parallel(method: str, data_parallel_size: int) -> None:

@@ -9,12 +9,17 @@ vLLM passes both through unread. A wrong server setting ends the start with a Co
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headway.config import SpeculativeConfig, option
+from headway.control.costs import FORMAT
 from headway.control.policy import Policy
 from headway.errors import ConfigError, InvalidRequestError, unknown_key
 
@@ -107,3 +112,37 @@ def k_table(max_k: int) -> list[list[int]]:
     requests are not padded to 1 + max_k rows.
     """
     return [[size, size, max(0, max_k + 1 - size)] for size in range(1, max_k + 2)]
+
+
+def learned_path(settings: Settings, config: Any, method: str) -> Path | None:
+    """Where is kept what one start of a server leaves to the next: a file per model, drafter and machine. None: nowhere.
+
+    config  vLLM's
+    """
+    if settings.costs == "off":
+        return None
+    if settings.costs:
+        return Path(settings.costs)
+    model, parallel = config.model_config, config.parallel_config
+    what = [
+        model.model, str(model.dtype), str(model.quantization), parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
+        config.scheduler_config.max_num_batched_tokens, config.cache_config.block_size, method, config.num_speculative_tokens,
+        settings.policy, _machine(), FORMAT,
+    ]  # fmt: skip
+    digest = hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()
+    home = Path(os.environ.get("HEADWAY_HOME") or "~/.cache/headway").expanduser()
+    return home / "vllm" / f"{digest[:20]}.json"
+
+
+def _machine() -> list[str]:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
+    return [cpu, str(cpus), os.environ.get("OMP_NUM_THREADS", ""), _gpu()]
+
+
+def _gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
