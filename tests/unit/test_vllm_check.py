@@ -113,6 +113,8 @@ def test_a_good_setup_has_no_errors_and_no_warnings() -> None:
         ({"method": "custom_class", "model": flags.PROPOSER, "v2_runner": True}, "model runner V2 has no custom_class"),
         ({"method": "ngram_gpu", "device": "cpu"}, "ngram_gpu needs a GPU"),
         ({"method": "mtp", "data_parallel": 2}, "hang in the drafter's collectives"),
+        ({"pipeline_parallel": 2}, "no attribute 'drafter'\" (gpu_model_runner.py, initialize_kv_cache_tensors"),
+        ({"method": "eagle3", "pipeline_parallel": 2, "async_scheduling": False}, "pipeline parallel (2) with eagle3"),
     ],
 )
 def test_what_cannot_work_is_an_error(changes: dict[str, Any], said: str) -> None:
@@ -129,7 +131,7 @@ def test_what_cannot_work_is_an_error(changes: dict[str, Any], said: str) -> Non
         ({"method": "eagle3", "async_scheduling": True, "table": [[1, 8, 4], [9, 64, 0]]}, "[[1, 1, 4], [2, 2, 3]"),
         ({"method": "eagle3", "table": k_table(4), "cudagraphs": "FULL_DECODE_ONLY"}, "run eagerly"),
         ({"rejection": "synthetic"}, "not the model's"),
-        ({"pipeline_parallel": 2}, "not tested"),
+        ({"pipeline_parallel": 2, "v2_runner": True}, "not tested"),
         ({"max_num_seqs": 256, "kv_tokens": 2048}, "50%"),
         ({"environment": {"VLLM_PLUGINS": "other"}}, "VLLM_PLUGINS"),
         ({"scheduler": None, "method": "custom_class", "model": flags.PROPOSER}, "without its scheduler"),

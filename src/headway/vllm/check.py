@@ -237,8 +237,15 @@ def _parallel(f: Facts) -> Iterator[Finding]:
                 f"Use separate servers behind a router, or {', '.join(TOKEN_ONLY)}",
             )  # fmt: skip
     if f.tensor_parallel > 1:
-        yield Finding(OK, f"tensor parallel ({f.tensor_parallel})", "one scheduler decides for all of them")
-    if f.pipeline_parallel > 1:
+        yield Finding(NOTE, f"tensor parallel ({f.tensor_parallel})", "one scheduler decides for all of them; not tested")
+    if f.pipeline_parallel > 1 and f.method is not None and not f.v2_runner:
+        yield Finding(
+            ERROR, f"pipeline parallel ({f.pipeline_parallel}) with {f.method}",
+            "vLLM's model runner V1 makes the drafter on the last stage and asks for it on every one: the others end at start with \"object "
+            "has no attribute 'drafter'\" (gpu_model_runner.py, initialize_kv_cache_tensors, of vLLM 0.32), with or without Headway. "
+            "Use tensor parallelism, or no --speculative-config",
+        )  # fmt: skip
+    elif f.pipeline_parallel > 1:
         yield Finding(WARNING, f"pipeline parallel ({f.pipeline_parallel})", "steps overlap in stages; not tested")
     if f.ray:
         yield Finding(OK, "Ray", "the scheduler is in the engine's process on the head node, the only one that must have Headway installed"
