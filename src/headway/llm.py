@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.drafters.core.automatic import spell_out
+from headway.engine.admission import check_length
 from headway.engine.engine import Engine
 from headway.engine.tokenizer import Message, Tokenizer
 from headway.errors import InvalidRequestError, unknown_key
@@ -167,6 +168,7 @@ class LLM:
             else:
                 raise InvalidRequestError(f'a prompt mapping needs "prompt" or "prompt_token_ids", got {sorted(given)}', param="prompt")
         if isinstance(given, str):
+            check_length(given, self.engine)
             text, token_ids = given, self.engine.tokenizer.encode(given)
         else:
             token_ids = list(given)

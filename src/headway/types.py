@@ -21,6 +21,12 @@ from headway.spec_decode_metrics import SpecDecodeMetrics
 
 NO_DRAFT = "none"
 
+# Bounds of what a request may list. With this many, a token costs about what sampling it from its logits does. OpenAI takes 300 biases
+# and 4 stop strings; vLLM has no bounds.
+MAX_LIST = 1024             # entries of logit_bias, bad_words and stop_token_ids, each
+MAX_STOP_STRINGS = 64
+MAX_STRING_LENGTH = 256     # characters of a stop string or of a bad word
+
 
 @dataclass(frozen=True, slots=True)
 class RequestSpeculation:
@@ -72,6 +78,7 @@ class SamplingParams:
             if not ok:
                 raise InvalidRequestError(f"{name} must be {accepted}, got {getattr(self, name)!r}", param=name)
 
+        self._check_lists()
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -91,6 +98,24 @@ class SamplingParams:
         check(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "in [0, 20] or None")
         check("" not in self.stop_strings, "stop", "non-empty strings")
         check(all(math.isfinite(bias) for bias in (self.logit_bias or {}).values()), "logit_bias", "finite numbers by token id")
+
+    def _check_lists(self) -> None:
+        """Before anything walks through them."""
+        strings = {"stop": self.stop_strings, "bad_words": self.bad_words or ()}
+        for name, entries, most in (
+            ("logit_bias", self.logit_bias or (), MAX_LIST),
+            ("stop_token_ids", self.stop_token_ids or (), MAX_LIST),
+            ("bad_words", strings["bad_words"], MAX_LIST),
+            ("stop", strings["stop"], MAX_STOP_STRINGS),
+        ):
+            if len(entries) > most:
+                raise InvalidRequestError(f"{name} has {len(entries)} entries; at most {most} are accepted", param=name)
+        for name, texts in strings.items():
+            longest = max(map(len, texts), default=0)
+            if longest > MAX_STRING_LENGTH:
+                raise InvalidRequestError(
+                    f"{name} holds a string of {longest} characters; at most {MAX_STRING_LENGTH} are accepted", param=name
+                )
 
     @property
     def greedy(self) -> bool:

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, InvalidRequestError
 from headway.server import protocol
 from headway.server.options import ServerOptions
+from headway.types import SamplingParams
 from tests.integration.conftest import MODEL, LiveServer
 
 
@@ -74,6 +75,32 @@ MALFORMED = [
 def test_a_malformed_completion_is_a_400(server: LiveServer, body: bytes):
     error = refused(server.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"}), 400)
     assert len(error.message) < 2000
+
+
+TOO_MUCH = {
+    "bad_words": ["x"] * 1025,
+    "stop": ["x"] * 65,
+    "stop_token_ids": [5] * 1025,
+    "logit_bias": {str(token): 1 for token in range(1025)},
+    "cache_salt": "x" * 257,
+}
+
+
+@pytest.mark.parametrize("wrong", [{name: value} for name, value in TOO_MUCH.items()] + [{"bad_words": ["x" * 257]}, {"stop": "x" * 257}])
+def test_lists_and_strings_are_bounded(server: LiveServer, wrong):
+    error = refused(server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **wrong}), 400)
+    assert error.param == next(iter(wrong))
+    assert any(bound in error.message for bound in ("1024", "256", "64"))
+    if "cache_salt" not in wrong:
+        given = {"logit_bias": dict.fromkeys(range(1025), 1.0)} if "logit_bias" in wrong else wrong
+        with pytest.raises(InvalidRequestError, match="at most"):
+            SamplingParams(**given)
+
+
+def test_messages_are_bounded(server: LiveServer):
+    error = refused(server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": ""}] * 2049}), 400)
+    assert error.param == "messages"
+    assert "2048" in error.message
 
 
 @pytest.mark.parametrize(

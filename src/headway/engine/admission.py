@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headway.errors import InvalidRequestError
@@ -11,21 +13,38 @@ if TYPE_CHECKING:
     from headway.engine.engine import Engine
 
 
-def validate(request: Request, engine: Engine) -> None:
-    """Raises InvalidRequestError when the engine could not serve this request to its end."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can be served, and what all of its sequences share: what takes time and needs nothing of the engine's state.
+
+    bad_words_token_ids  token sequences that no continuation may write
+    """
+
+    request: Request
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+
+
+def prepare(requests: SequenceOf[Request], engine: Engine) -> list[Prepared]:
+    """Checks requests and compiles their parameters, each once, on any thread.
+
+    Raises InvalidRequestError when the engine could not serve all of them to their end.
+    """
+    bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
+    for request in requests:
+        _validate(request, engine)
+    for params in {id(request.params): request.params for request in requests}.values():
+        bad_words[id(params)] = engine.tokenizer.bad_words_ids(params.bad_words or ())
+    return [Prepared(request, bad_words[id(request.params)]) for request in requests]
+
+
+def _validate(request: Request, engine: Engine) -> None:
     num_prompt, longest = len(request.prompt_token_ids), engine.max_model_len
     vocab_size = engine.model.config.vocab_size
     params = request.params
-    if request.request_id in engine.requests:
-        raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
     if num_prompt == 0:
         raise InvalidRequestError("the prompt is empty: at least one token is needed", param="prompt")
     if num_prompt >= longest:
-        raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens; the longest accepted is {longest - 1} (context of {longest} less one to write)",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(f"the prompt has {num_prompt} tokens", longest)
     if params.max_tokens is not None and num_prompt + params.max_tokens > longest:
         raise InvalidRequestError(
             f"prompt ({num_prompt} tokens) plus max_tokens ({params.max_tokens}) exceed the context of {longest} tokens",
@@ -42,9 +61,24 @@ def validate(request: Request, engine: Engine) -> None:
             raise InvalidRequestError(f"{name} holds token id {wrong}; accepted are 0 to {vocab_size - 1}", param=name)
 
 
-def make_sequence(request: Request, index: int, seq_id: int, seed: int, engine: Engine) -> Sequence:
-    """The `index`-th continuation of a validated request, every open value resolved."""
-    params = request.params
+def check_length(text: str, engine: Engine) -> None:
+    """Raises InvalidRequestError for a prompt that cannot fit the context, without tokenizing it: that would take long for nothing."""
+    at_least, longest = engine.tokenizer.min_num_tokens(text), engine.max_model_len
+    if at_least >= longest:
+        raise _too_long(f"the prompt has at least {at_least} tokens, by its length", longest)
+
+
+def _too_long(what: str, longest: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{what}; the longest accepted is {longest - 1} (context of {longest} less one to write)",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
+def make_sequence(prepared: Prepared, index: int, seq_id: int, seed: int, engine: Engine) -> Sequence:
+    """The `index`-th continuation of a request, every open value resolved."""
+    request, params = prepared.request, prepared.request.params
     num_prompt = len(request.prompt_token_ids)
     return Sequence(
         seq_id=seq_id,
@@ -53,7 +87,7 @@ def make_sequence(request: Request, index: int, seq_id: int, seed: int, engine: 
         seed=(seed + index) & (2**64 - 1),
         eos_token_ids=frozenset() if params.ignore_eos else engine.model.config.eos_token_ids,
         stop_token_ids=frozenset(params.stop_token_ids or ()),
-        bad_words_token_ids=engine.tokenizer.bad_words_ids(params.bad_words or ()),
+        bad_words_token_ids=prepared.bad_words_token_ids,
         max_tokens=params.max_tokens if params.max_tokens is not None else engine.max_model_len - num_prompt,
         token_ids=list(request.prompt_token_ids),
         num_prompt_tokens=num_prompt,

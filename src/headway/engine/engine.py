@@ -1,6 +1,6 @@
 """THE step: schedule, draft, verify, commit, observe. Read this file first.
 
-One thread calls everything here. `step` is the whole engine; speculation is not a second loop: with k = 0 for every
+One thread calls everything here but `prepare`. `step` is the whole engine; speculation is not a second loop: with k = 0 for every
 sequence the same lines decode plainly.
 """
 
@@ -26,6 +26,7 @@ from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, Target
 from headway.engine import admission, build, cores, prompt_logprobs
+from headway.engine.admission import Prepared
 from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
 from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
@@ -36,6 +37,7 @@ from headway.engine.runner import ForwardOutput, Runner
 from headway.engine.scheduler import Scheduler
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.verify import Verifier
+from headway.errors import InvalidRequestError
 from headway.models.decoder import Decoder
 from headway.models.generation import sampling_defaults
 from headway.models.loader import load_model
@@ -128,12 +130,19 @@ class Engine:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def prepare(self, requests: SequenceOf[Request]) -> list[Prepared]:
+        """What takes time before `add`, on any thread. Raises InvalidRequestError when one of the requests cannot be served."""
+        return admission.prepare(requests, self)
+
+    def add(self, request: Request | Prepared) -> None:
         """Queues a request. Raises InvalidRequestError and changes nothing when it cannot be served."""
-        admission.validate(request, self)
+        prepared = request if isinstance(request, Prepared) else self.prepare([request])[0]
+        request = prepared.request
+        if request.request_id in self.requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
         seed = request.params.seed if request.params.seed is not None else self._seeds.getrandbits(63)
         sequences = [
-            admission.make_sequence(request, index, next(self._seq_ids), seed, self) for index in range(request.params.n)
+            admission.make_sequence(prepared, index, next(self._seq_ids), seed, self) for index in range(request.params.n)
         ]
         texts = [TextOutput(self.tokenizer, seq) for seq in sequences]
         self.requests[request.request_id] = sequences

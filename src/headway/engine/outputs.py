@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 from headway.engine.tokenizer import Tokenizer
 from headway.types import Sequence
 
@@ -14,8 +16,8 @@ class TextOutput:
 
     def __init__(self, tokenizer: Tokenizer, seq: Sequence) -> None:
         params = seq.params
-        self._stream = tokenizer.stream(seq.token_ids[: seq.num_prompt_tokens], params.skip_special_tokens)
-        self._stops = params.stop_strings
+        self._stream = tokenizer.stream(seq.request.prompt_token_ids, params.skip_special_tokens)
+        self._stops = sorted(params.stop_strings)
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -62,6 +64,7 @@ class TextOutput:
         longest = min(len(self._held), max(len(stop) for stop in self._stops) - 1)
         for length in range(longest, 0, -1):
             end = self._held[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
+            at = bisect.bisect_left(self._stops, end)   # those that begin with it come next
+            if at < len(self._stops) and self._stops[at].startswith(end):
                 return length
         return 0

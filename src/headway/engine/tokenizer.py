@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headway.engine.byte_chars import BYTE_OF_CHAR
+from headway.engine.token_reach import reach_of
 from headway.errors import InvalidRequestError, ModelError
 
 Message = Mapping[str, Any]
@@ -17,10 +19,6 @@ Message = Mapping[str, Any]
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _LONGEST_CHARACTER = 4   # bytes of UTF-8
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_KEPT = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-_OTHERS = [byte for byte in range(256) if byte not in _KEPT]
-# GPT-2's printable stand-ins for the 256 bytes.
-_BYTE_OF_CHAR = {chr(byte): byte for byte in _KEPT} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 
 
 class Tokenizer:
@@ -37,6 +35,7 @@ class Tokenizer:
             raise ModelError(f"{directory} has no tokenizer.json; a tokenizer of that form is needed")
         self._rust = self._hf.backend_tokenizer
         self._pieces = TokenBytes(self._rust)
+        self._reach = reach_of(self._rust)
         self._special = frozenset(id for id, token in self._rust.get_added_tokens_decoder().items() if token.special)
 
     @property
@@ -54,7 +53,17 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; no other Python thread runs meanwhile."""
         return self._rust.encode(_printable(text), add_special_tokens=add_special_tokens).ids
+
+    def encode_aside(self, texts: SequenceOf[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of several texts, during which other threads run. For a short text it takes longer."""
+        encoded = self._rust.encode_batch_fast([_printable(text) for text in texts], add_special_tokens=add_special_tokens)
+        return [each.ids for each in encoded]
+
+    def min_num_tokens(self, text: str) -> int:
+        """At least so many tokens become of a text, found without tokenizing it; 0 where this tokenizer may drop any length of text."""
+        return self._reach.min_num_tokens(text) if self._reach else 0
 
     def decode(self, token_ids: SequenceOf[int], skip_special_tokens: bool = True) -> str:
         """What the tokens say. U+FFFD stands for each sequence of bytes that is no character, as Unicode recommends.
@@ -65,15 +74,19 @@ class Tokenizer:
         stream = self.stream((), skip_special_tokens)
         return "".join([*map(stream.push, token_ids), stream.flush()])
 
-    def apply_chat_template(self, messages: SequenceOf[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation. Raises InvalidRequestError when the template refuses it or there is none."""
+    def render(self, messages: SequenceOf[Message], add_generation_prompt: bool = True) -> str:
+        """A conversation as the text to continue. Raises InvalidRequestError when the template refuses it or there is none."""
         if not self.has_chat_template:
             raise InvalidRequestError("this model has no chat template; use plain completions", param="messages")
         try:
-            text = self._hf.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, tokenize=False)
+            text: str = self._hf.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, tokenize=False)
         except Exception as error:   # a template is a program of the model's author: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        return self.encode(text, add_special_tokens=False)
+        return text
+
+    def apply_chat_template(self, messages: SequenceOf[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation. Raises InvalidRequestError as `render` does."""
+        return self.encode(self.render(messages, add_generation_prompt), add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
         """What a token adds to a text that has begun; incomplete UTF-8 shows as U+FFFD."""
@@ -85,12 +98,11 @@ class Tokenizer:
 
     def bad_words_ids(self, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences that would write each word, at the start of a text and after a space."""
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
         found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word, " " + word.lstrip()):
-                ids = tuple(self.encode(text, add_special_tokens=False))
-                if ids and self.decode(ids, skip_special_tokens=False).strip() == word.strip():
-                    found[ids] = None
+        for text, ids in zip(texts, self.encode_aside(texts, add_special_tokens=False) if texts else (), strict=True):
+            if ids and self.decode(ids, skip_special_tokens=False).strip() == text.strip():
+                found[tuple(ids)] = None
         return tuple(found)
 
     def stream(self, prompt_token_ids: SequenceOf[int], skip_special_tokens: bool) -> TextStream:
@@ -111,8 +123,8 @@ class TokenBytes(dict[int, bytes]):
         if piece is None:
             data = b""
         elif self._is_byte_level:
-            known = all(char in _BYTE_OF_CHAR for char in piece)
-            data = bytes(_BYTE_OF_CHAR[char] for char in piece) if known else piece.encode()
+            known = all(char in BYTE_OF_CHAR for char in piece)
+            data = bytes(BYTE_OF_CHAR[char] for char in piece) if known else piece.encode()
         elif self._has_byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
             data = bytes.fromhex(byte[1])
         else:

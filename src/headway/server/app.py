@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import time
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from headway import __version__
+from headway.engine.admission import check_length
 from headway.errors import InvalidRequestError
 from headway.server import access, errors, openapi, protocol
 from headway.server.async_engine import AsyncEngine
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Body = TypeVar("Body", bound=protocol._Strict)
 
 LONG_TEXT = 4096           # characters from which on tokenizing leaves the loop's thread
+MESSAGE_LENGTH = 32        # what a message costs a chat template beside its content, in characters
 MAX_NUM_ERRORS = 100       # wrong fields beyond which they are only counted
 FAILURES = (400, 401, 403, 404, 413, 415)
 
@@ -110,7 +111,8 @@ class _Api:
         self.keys = access.Keys(options.api_key)
         self.model = options.served_model_name or engine.config.model
         self.created = int(time.time())
-        self.bridge = AsyncEngine(engine, max_open=engine.config.max_num_seqs + options.max_queue)
+        max_open, budget = engine.config.max_num_seqs + options.max_queue, engine.config.max_num_batched_tokens
+        self.bridge = AsyncEngine(engine, max_open=max_open, max_added_tokens=budget)
         self.names = TokenNames(engine.tokenizer.token_text, engine.tokenizer.token_bytes)
         self.registry = build_registry(EngineCollector(engine.metrics, self.bridge, self.model, engine.config.speculative))
 
@@ -133,7 +135,7 @@ class _Api:
         params = body.sampling_params(self.engine.sampling_defaults)
         prompts = body.prompts()
         self._check_size(len(prompts) * params.n)
-        token_ids = [await self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        token_ids = [await self._encode(prompt, fits=True) if isinstance(prompt, str) else prompt for prompt in prompts]
         reply = CompletionReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
         return await self._generate(http, body, token_ids, params, reply)
 
@@ -142,7 +144,7 @@ class _Api:
         body = await self._read(http, protocol.ChatCompletionRequest)
         params = body.sampling_params(self.engine.sampling_defaults)
         self._check_size(params.n)
-        token_ids = [await self._encode_chat(body.messages)]
+        token_ids = [await self._encode_chat(body.messages, fits=True)]
         reply = ChatReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
         try:
             return await self._generate(http, body, token_ids, params, reply)
@@ -195,14 +197,13 @@ class _Api:
                 raise InvalidRequestError("add_special_tokens needs prompt", param="add_special_tokens")
             assert body.messages is not None
             token_ids = await self._encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt is not False)
-        return _json(
-            {
-                "count": len(token_ids),
-                "max_model_len": self.engine.max_model_len,
-                "tokens": token_ids,
-                "token_strs": [self.names(token)[0] for token in token_ids] if body.return_token_strs else None,
-            }
-        )
+
+        def answer() -> Response:
+            texts = [self.names(token)[0] for token in token_ids] if body.return_token_strs else None
+            known = {"count": len(token_ids), "max_model_len": self.engine.max_model_len}
+            return _json({**known, "tokens": token_ids, "token_strs": texts})
+
+        return await self.bridge.aside(answer)
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """The text of token ids."""
@@ -211,20 +212,27 @@ class _Api:
         wrong = next((token for token in body.tokens if token >= vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(f"tokens holds token id {wrong}; accepted are 0 to {vocab_size - 1}", param="tokens")
-        return _json({"prompt": self.engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return _json({"prompt": await self.bridge.aside(self.engine.tokenizer.decode, body.tokens, False)})
 
-    async def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def _encode(self, text: str, add_special_tokens: bool = True, *, fits: bool = False) -> list[int]:
+        """fits: refuse a text that cannot fit the context. Raises InvalidRequestError."""
         if len(text) < LONG_TEXT:
             return self.engine.tokenizer.encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self.engine.tokenizer.encode, text, add_special_tokens)
+        if fits:
+            check_length(text, self.engine)
+        return (await self.bridge.aside(self.engine.tokenizer.encode_aside, [text], add_special_tokens))[0]
 
-    async def _encode_chat(self, messages: Sequence[protocol.Message], add_generation_prompt: bool = True) -> list[int]:
+    async def _encode_chat(
+        self, messages: Sequence[protocol.Message], add_generation_prompt: bool = True, *, fits: bool = False
+    ) -> list[int]:
+        """Like `_encode`, of a conversation."""
         flat = [message.flat() for message in messages]
-        if sum(len(message["content"]) for message in flat) < LONG_TEXT:
-            return self.engine.tokenizer.apply_chat_template(flat, add_generation_prompt)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, self.engine.tokenizer.apply_chat_template, flat, add_generation_prompt)
+        render = self.engine.tokenizer.render
+        if sum(len(message["content"]) + MESSAGE_LENGTH for message in flat) < LONG_TEXT:
+            text = render(flat, add_generation_prompt)
+        else:
+            text = await self.bridge.aside(render, flat, add_generation_prompt)
+        return await self._encode(text, add_special_tokens=False, fits=fits)
 
     # About the server.
 

@@ -5,7 +5,7 @@
     Stream.get          <-- one call per step, with all its deltas --   engine.step()
 
 The two threads share the interpreter lock: whatever the loop does is time the engine may wait for, so a step crosses over once, and
-nothing here is done per token.
+nothing here is done per token. What a request costs before it is queued is paid on a third thread (`aside`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from headway.engine.admission import Prepared
 from headway.engine.cores import CoreShare
 from headway.errors import InvalidRequestError, QueueFullError
 from headway.server.errors import DrainingError, EngineFailedError
@@ -25,13 +28,23 @@ from headway.types import OutputDelta, Request
 logger = logging.getLogger("headway.server")
 T = TypeVar("T")
 
+NUM_WORKERS = 2      # a long prompt holds up another one, not everybody's
+LIGHT_TOKENS = 4096  # of prompts, which are looked through in a tenth of a millisecond
 IDLE_CHECK_S = 1.0   # an engine that had nothing to do for so long checks its invariants
+
+
+class _Call(NamedTuple):
+    """What the loop asks of the engine's thread, and how much it adds: known tokens of sequences."""
+
+    function: Callable[[], None]
+    num_tokens: int = 0
 
 
 class EngineLike(Protocol):
     """The part of `Engine` that this file uses."""
 
-    def add(self, request: Request) -> None: ...
+    def prepare(self, requests: Sequence[Request]) -> list[Prepared]: ...
+    def add(self, request: Prepared) -> None: ...
     def step(self) -> list[OutputDelta]: ...
     def abort(self, request_id: str) -> None: ...
     def has_work(self) -> bool: ...
@@ -90,17 +103,22 @@ class Stream:
 class AsyncEngine:
     """Runs an engine on its own thread. All methods belong to the loop's thread, except those that say otherwise."""
 
-    def __init__(self, engine: EngineLike, *, max_open: int) -> None:
-        """max_open: sequences that may be submitted and unfinished at a time: those that run, plus the queue."""
+    def __init__(self, engine: EngineLike, *, max_open: int, max_added_tokens: int) -> None:
+        """
+        max_open          sequences that may be submitted and unfinished at a time: those that run, plus the queue
+        max_added_tokens  known tokens after which no more requests enter before the next step: what a step takes in
+        """
         self.engine = engine
         self.max_open = max_open
+        self.max_added_tokens = max_added_tokens
         self.num_open = 0
         self.num_rejected = 0
         self.draining = False
         self.failure: BaseException | None = None   # set once the engine is beyond repair
         self.on_failure: Callable[[], None] = lambda: None
         self._streams: dict[str, tuple[Stream, int]] = {}
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="headway-aside")
         self._stopping = False
         self._cores = CoreShare()
         self._added: dict[str, int] = {}   # engine thread: request id -> sequences not finished
@@ -117,7 +135,7 @@ class AsyncEngine:
         """Ends the thread after its current step. Streams that are still open fail."""
         self.draining = True
         self._fail_streams(list(self._streams), EngineFailedError("the server shut down before the request was finished"))
-        self._calls.put(self._end)
+        self._calls.put(_Call(self._end))
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     async def drain(self, timeout_s: float) -> None:
@@ -149,14 +167,19 @@ class AsyncEngine:
         for position, request in enumerate(requests):
             self._streams[request.request_id] = (stream, position)
         try:
-            await self.call(lambda: self._add(requests))
+            prepared = self.engine.prepare(requests) if _are_light(requests) else await self.aside(self.engine.prepare, requests)
+            await asyncio.gather(*[self.call(partial(self._add, each), _num_tokens(each)) for each in prepared])
         except BaseException:
             stream.close()
             raise
         return stream
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Runs `function` on the engine's thread between two steps and returns what it returns."""
+    async def aside(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs what takes long and needs nothing of the engine's state on another thread; not when the caller is cancelled before."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
+
+    async def call(self, function: Callable[[], T], num_tokens: int = 0) -> T:
+        """Runs `function` on the engine's thread between two steps and returns what it returns; not when the caller is cancelled before."""
         if self.failure is not None:
             raise EngineFailedError("the engine has stopped")
         loop = asyncio.get_running_loop()
@@ -171,6 +194,8 @@ class AsyncEngine:
                 future.set_result(result)
 
         def run() -> None:
+            if future.cancelled():
+                return
             try:
                 if self.failure is not None:
                     raise EngineFailedError("the engine has stopped")
@@ -180,14 +205,14 @@ class AsyncEngine:
             else:
                 loop.call_soon_threadsafe(settle, result, None)
 
-        self._calls.put(run)
+        self._calls.put(_Call(run, num_tokens))
         return await future
 
     def release(self, stream: Stream) -> None:
         """Forgets a stream, aborting its requests that are not finished (`Stream.close`)."""
         ids = [request.request_id for request in stream.requests if self._streams.pop(request.request_id, None)]
         if ids:
-            self._calls.put(lambda: self._abort(ids))
+            self._calls.put(_Call(lambda: self._abort(ids)))
         self.num_open -= stream.num_open
         stream.num_open = 0
         if self.num_open == 0:
@@ -223,7 +248,7 @@ class AsyncEngine:
         """The engine's thread has ended with `failure`: everything open fails, and so does what is still in the queue."""
         self._fail_streams(list(self._streams), EngineFailedError("the engine has stopped"))
         while not self._calls.empty():
-            self._calls.get_nowait()()
+            self._calls.get_nowait().function()
         self.on_failure()
 
     # The engine's thread.
@@ -240,13 +265,18 @@ class AsyncEngine:
             self._post(self._bury)
 
     def _take_calls(self) -> None:
-        """Runs what the loop asked for; without work, waits for it."""
+        """Runs what the loop asked for, as far as one step's worth of tokens goes; without work, waits for it."""
+        num_added = 0
         if not self.engine.has_work():
-            self._wait_for_call()()
-        while not self._calls.empty():
-            self._calls.get_nowait()()
+            call = self._wait_for_call()
+            call.function()
+            num_added = call.num_tokens
+        while num_added < self.max_added_tokens and not self._calls.empty():
+            call = self._calls.get_nowait()
+            call.function()
+            num_added += call.num_tokens
 
-    def _wait_for_call(self) -> Callable[[], None]:
+    def _wait_for_call(self) -> _Call:
         try:
             return self._calls.get(timeout=IDLE_CHECK_S)
         except queue.Empty:
@@ -273,14 +303,9 @@ class AsyncEngine:
     def _end(self) -> None:
         self._stopping = True
 
-    def _add(self, requests: Sequence[Request]) -> None:
-        try:
-            for request in requests:
-                self.engine.add(request)
-                self._added[request.request_id] = request.params.n
-        except BaseException:
-            self._abort([request.request_id for request in requests])
-            raise
+    def _add(self, prepared: Prepared) -> None:
+        self.engine.add(prepared)
+        self._added[prepared.request.request_id] = prepared.request.params.n
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -295,3 +320,13 @@ class AsyncEngine:
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         assert self.loop is not None
         self.loop.call_soon_threadsafe(function, *args)
+
+
+def _are_light(requests: Sequence[Request]) -> bool:
+    """Whether to prepare them takes less than to hand them to another thread."""
+    num_words = sum(len(request.params.bad_words or ()) for request in requests)
+    return num_words == 0 and sum(len(request.prompt_token_ids) for request in requests) <= LIGHT_TOKENS
+
+
+def _num_tokens(prepared: Prepared) -> int:
+    return len(prepared.request.prompt_token_ids) * prepared.request.params.n

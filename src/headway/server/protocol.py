@@ -12,27 +12,34 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from headway.errors import InvalidRequestError
-from headway.types import RequestSpeculation, SamplingParams
+from headway.types import MAX_LIST, MAX_STOP_STRINGS, MAX_STRING_LENGTH, RequestSpeculation, SamplingParams
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_N = 128
+MAX_MESSAGES = 2048     # OpenAI's bound; of the text parts of a message, too
+MAX_SALT_LENGTH = 256   # characters; it is hashed for each sequence
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Text = Annotated[str, Field(min_length=1)]
 # One wrong element is enough: a megabyte of them must not become a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Texts = Annotated[list[Text], Field(fail_fast=True)]
+ListedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LIST)]
+ShortText = Annotated[str, Field(min_length=1, max_length=MAX_STRING_LENGTH)]
+StopStrings = Annotated[list[ShortText], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
+BadWords = Annotated[list[ShortText], Field(fail_fast=True, max_length=MAX_LIST)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 ListOfTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 TOKEN_ID_PATTERN = "^[0-9]{1,10}$"
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=TOKEN_ID_PATTERN)], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LIST),
     WithJsonSchema(
         {
             "type": "object",
             "patternProperties": {TOKEN_ID_PATTERN: {"type": "number", "minimum": -100, "maximum": 100}},
             "additionalProperties": False,
+            "maxProperties": MAX_LIST,
         }
     ),
 ]
@@ -76,7 +83,9 @@ class _Sampling(_Strict):
     n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
-    stop: Text | Texts | None = Field(None, json_schema_extra=_accepts("a non-empty string, an array of non-empty strings, or null"))
+    stop: ShortText | StopStrings | None = Field(None, json_schema_extra=_accepts(
+        f"a string of 1 to {MAX_STRING_LENGTH} characters, an array of at most {MAX_STOP_STRINGS} of them, or null"
+    ))  # fmt: skip
     temperature: float | None = Field(None, ge=0, le=1000)
     top_p: float | None = Field(None, gt=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -87,15 +96,17 @@ class _Sampling(_Strict):
     top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.001, le=1000)
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: ListedTokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
-    bad_words: Texts | None = None
+    bad_words: BadWords | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="not together with stream")
     priority: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX, description="smaller runs first")
-    cache_salt: Text | None = Field(None, description="K/V prefixes and remembered responses are shared with the same salt only")
+    cache_salt: Text | None = Field(
+        None, max_length=MAX_SALT_LENGTH, description="K/V prefixes and remembered responses are shared with the same salt only"
+    )
     # Headway's
     speculative: Speculation | None = None
 
@@ -154,7 +165,7 @@ class Message(_Strict):
     """One message; the null-only fields are those that OpenAI's own answers carry."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     name: Unsupported = None
     refusal: Unsupported = None
     tool_calls: Unsupported = None
@@ -173,7 +184,7 @@ class ResponseFormat(_Strict):
 
 
 class ChatCompletionRequest(_Sampling):
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="null: up to the context limit")
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="the newer name of max_tokens")
     logprobs: bool | None = None
@@ -199,7 +210,7 @@ class TokenizeRequest(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = Field(None, description="with prompt only; default true")
     add_generation_prompt: bool | None = Field(None, description="with messages only; default true")
     return_token_strs: bool | None = None
