@@ -43,11 +43,19 @@ MAKERS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
 """drafter -> (new folder, the target's directory) -> keys of the speculative config"""
 
 
+ONLY: dict[str, list[str]] = {"drafter": [], "policy": []}
+"""What the conformance suite was told to test alone."""
+
+
 def kinds() -> list[str]:
     """Every drafter by name, and "NAME tree" for those that have trees as an option."""
-    names = plugins.names("drafter")
+    names = ONLY["drafter"] or plugins.names("drafter")
     options = {name: getattr(plugins.load("drafter", name), "Options", None) for name in names}
     return names + [f"{name} tree" for name in names if options[name] and any(field.name == "topk" for field in fields(options[name]))]
+
+
+def policies() -> list[str]:
+    return ONLY["policy"] or plugins.names("policy")
 
 
 def drafter_config(name: str, folder: Path, target: Path) -> dict[str, Any]:

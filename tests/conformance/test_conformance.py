@@ -30,7 +30,7 @@ from headway.engine import proposing
 from headway.engine.engine import Engine
 from headway.models.attention import KVCache
 from headway.types import OutputDelta, Request, SamplingParams
-from tests.drafter_models import drafter_config, kinds
+from tests.drafter_models import drafter_config, kinds, policies
 from tests.sampling import chi_square, make_sequence, reference_probs
 from tests.tiny import tiny_model_dir
 
@@ -59,7 +59,7 @@ def drafter(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: p
     return drafter_config(request.param, tmp_path_factory.mktemp(request.param.replace(" ", "_")), model_dir)
 
 
-@pytest.fixture(scope="module", params=plugins.names("policy"))
+@pytest.fixture(scope="module", params=policies())
 def engine(request: pytest.FixtureRequest, drafter: dict[str, Any], model_dir: Path) -> Engine:
     policy = {"name": request.param, **OPTIONS.get(request.param, {})}
     return build(model_dir, SpeculativeConfig.parse({**drafter, "num_speculative_tokens": 4, "policy": policy}))
