@@ -42,8 +42,8 @@ from tests.closed_loop import DrafterCost, Texture, World, cpu, gpu, run
 OWN_MS = 0.15   # milliseconds of the policy's own time in each step, as it is told
 EDIT, CHAT = Texture(hit=0.9, rate=0.93), Texture(hit=0.15, rate=0.4, length=4)
 NEVER = Texture(hit=0.3, rate=0.02, length=4)
-SUFFIX, COPIER = {"suffix": DrafterCost(0.01, 0.06)}, {"suffix": DrafterCost(0.02, 0.05)}
-HEAD = DrafterCost(0.2, 0.05, 0.02)
+SUFFIX, COPIER = {"suffix": DrafterCost(0.01, 0.06)}, {"suffix": DrafterCost(0.005, 0.02)}
+HEAD = DrafterCost(0.1, 0.05, 0.27)
 NETWORK = {"eagle": DrafterCost(0.6, 0.2, 0.9, unseen=0.07), "suffix": DrafterCost(0.05, 0.05)}
 
 Textures = Callable[[int, int], Mapping[str, Texture]]
