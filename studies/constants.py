@@ -1,12 +1,12 @@
 """What each constant of the default policy is worth: every one at half and at twice its value, in computed worlds.
 
-    python studies/constants.py [--only NAME ...] [--seeds 4] [--traces FILE ...] [--output results/constants.json]
+    python studies/constants.py [--only NAME ...] [--seeds 4] [--traces FILE ...] [--output FILE.json]
 
-Each world of WORLDS has known costs and acceptance (tests/closed_loop.py). A constant's figure is the geometric mean, over worlds and seeds,
-of tokens per millisecond with the changed constant against tokens per millisecond as it is; beside it the world that changes most.
+Each world of WORLDS has known costs and acceptance (tests/closed_loop.py). A constant's figure is the geometric mean, over worlds and
+seeds, of tokens per millisecond with the changed constant against tokens per millisecond as it is; beside it the world that changes most.
 Recorded traces (`--trace` of `headway bench`) are decided again with 1, 4 and 16 requests in flight and count as worlds, too.
-Seeds are the same for both, but a decision that differs changes all that is drawn after it: `noise` in the output says how much the mean and
-the worst world move when nothing but the seeds changes.
+Seeds are the same for both, but a decision that differs changes all that is drawn after it: `noise` in the output says how much the
+mean and the worst world move when nothing but the seeds changes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from tests.closed_loop import DrafterCost, Texture, World, cpu, gpu, run
 OWN_MS = 0.15   # milliseconds of the policy's own time in each step, as it is told
 EDIT, CHAT = Texture(hit=0.9, rate=0.93), Texture(hit=0.15, rate=0.4, length=4)
 NEVER = Texture(hit=0.3, rate=0.02, length=4)
-SUFFIX, COPIER = {"suffix": DrafterCost(0.01, 0.06)}, {"suffix": DrafterCost(0.02, 0.05)}
-HEAD = DrafterCost(0.2, 0.05, 0.02)
+SUFFIX, COPIER = {"suffix": DrafterCost(0.01, 0.06)}, {"suffix": DrafterCost(0.005, 0.02)}
+HEAD = DrafterCost(0.1, 0.05, 0.27)
 NETWORK = {"eagle": DrafterCost(0.6, 0.2, 0.9, unseen=0.07), "suffix": DrafterCost(0.05, 0.05)}
 
 Textures = Callable[[int, int], Mapping[str, Texture]]
@@ -139,7 +139,7 @@ WORLDS: dict[str, Case] = {
     "no confidence@8": Case(simple(8, Texture(0.9, 16, 0.9, None))),
     "one misses, others hit@24": Case(World(
         24, lambda step, request: {"suffix": Texture(1.0, 16, 0.0 if request == 7 else 0.97, None)}, drafters=SUFFIX, cost=gpu
-    )),  # fmt: skip
+    )),
     "new and useless, verifying is expensive@1": Case(
         simple(1, Texture(0.6, 4, 0.05, lambda rate: 0.85), cost=priced(0.9), drafters={"suffix": DrafterCost(0.1, 0.1)}), 100
     ),
@@ -149,42 +149,43 @@ WORLDS: dict[str, Case] = {
     "head and copier@1": Case(World(1, copies_here_and_there, cost=gpu, drafters={"eagle": HEAD, **COPIER}), 400),
     "head and copier, sampled@8": Case(World(
         8, copies_here_and_there, cost=gpu, drafters={"eagle": HEAD, **COPIER}, deterministic=False, greedy=False, copying=("suffix",)
-    )),  # fmt: skip
+    )),
     "network is for few@8": Case(World(
         8, lambda step, request: {
             "suffix": Texture(0.0) if (step + request) % 8 == 0 else Texture(1.0, 8, 0.9), "eagle": Texture(1.0, 16, 0.65)
         }, cost=gpu, drafters={"eagle": DrafterCost(2.0, 0.02, 0.05), **COPIER},
-    )),  # fmt: skip
+    )),
     "copier lies beside a head@8": Case(World(
-        8, always(suffix=Texture(0.6, 8, 0.05, lambda rate: 0.95), eagle=Texture(1.0, 16, 0.65)), cost=gpu, drafters={"eagle": HEAD, **COPIER}
-    )),  # fmt: skip
+        8, always(suffix=Texture(0.6, 8, 0.05, lambda rate: 0.95), eagle=Texture(1.0, 16, 0.65)), cost=gpu,
+        drafters={"eagle": HEAD, **COPIER},
+    )),
     "network turns right@1": Case(World(
         1, network_turns, lambda work: 11.0 + 2.8 * work.num_tokens, deterministic=False, copying=("suffix",),
         drafters={"eagle": DrafterCost(0.6, 0.2, 0.9), "suffix": DrafterCost(0.05, 0.05)},
-    ), 900),  # fmt: skip
+    ), 900),
     "network has to read@1": Case(World(
         1, edits_then_chat, small_cpu, drafters=NETWORK, deterministic=False, copying=("suffix",),
         request=lambda serial: (500, 64) if serial < 6 else (50, 72),
-    ), 900),  # fmt: skip
+    ), 900),
     "network pays by the step@4": Case(
         World(4, always(eagle=Texture(rate=0.6)), cost=gpu, drafters={"eagle": DrafterCost(0.1, 0.0, 0.7)})
     ),
     "network pays by the step, sampled@8": Case(World(
         8, always(eagle=Texture(rate=0.7)), deterministic=False, greedy=False, drafters={"eagle": DrafterCost(0.1, 0.02, 0.1)}
-    )),  # fmt: skip
+    )),
     "sampled trees@4": Case(World(
         4, always(suffix=Texture(rate=0.7, told=None)), drafters=SUFFIX, deterministic=False, greedy=False, breadth=4
-    )),  # fmt: skip
+    )),
     "draft model, token by token@1": Case(World(
         1, always(small=UNEVEN), large_cpu, drafters={"small": DrafterCost(2.0, 0.0, 53.0)}, deterministic=False, stepwise=True,
         request=lambda serial: (45, 200),
-    )),  # fmt: skip
+    )),
     "draft model, token by token@4": Case(World(
         4, always(small=UNEVEN), small_cpu, drafters={"small": DrafterCost(0.5, 0.2, 3.0)}, deterministic=False, stepwise=True
-    )),  # fmt: skip
+    )),
     "a target of 18 ms per token@8": Case(World(
         8, lambda step, request: {"suffix": NEVER if request == 0 else Texture(hit=1.0, rate=0.99)}, drafters=SUFFIX, max_k=16
-    ), options=Goodput.Options(tpot_slo_ms=18.0), slowest=True),  # fmt: skip
+    ), options=Goodput.Options(tpot_slo_ms=18.0), slowest=True),
     "latency@16": Case(World(16, half, drafters=SUFFIX), options=Goodput.Options(objective="latency")),
     "a clock that breaks@8": Case(simple(8, EDIT, clock=lambda step, ms: float("nan") if step % 7 == 3 else ms)),
 }

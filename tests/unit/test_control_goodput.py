@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headway.control.costs import CostModel, Work
 from headway.control.goodput import assignment
+from headway.control.goodput.budget import Budget
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.gain import RequestGain
 from headway.control.policies.goodput import Goodput
@@ -91,11 +92,14 @@ def test_first_steps_that_take_too_long_are_overcome(num_requests: int, seed: in
     assert result.rate(60) >= 0.85 * rate("edit", num_requests, 4)
 
 
-def test_what_is_owed_for_probes_is_little_in_steps_of_today() -> None:
-    drafter = DrafterState(DrafterView("suffix", True), 8, CostModel())
-    drafter.budget.refund(-1e6, 13_000.0)   # lost, as it seemed while a step seemed to take so long
-    assert not drafter.affords_probe(10, 50.0, 4, 0, 1.0)
-    assert any(drafter.affords_probe(step, 50.0, 4, 0, 1.0) for step in range(16, 600, 6))
+def test_a_probe_that_seemed_to_lose_much_is_not_the_last_one() -> None:
+    budget = Budget()
+    budget.book(-1e6)   # lost, as it seemed while a step seemed to take so long
+    budget.earn(10, 0.2, 1)
+    assert not budget.can_probe
+    for step in range(16, 100, 6):
+        budget.earn(step, 0.2, 1)
+    assert budget.can_probe
 
 
 def test_recovers_within_100_steps_of_a_switch() -> None:
@@ -283,7 +287,7 @@ def test_a_dear_drafter_that_was_given_up_comes_back_when_it_pays(names: tuple[s
     )  # fmt: skip
     result = run(Goodput(), world, 1300, keep=True)
     drafted = [feedback.sequences[0].drafter == "eagle" and feedback.sequences[0].num_drafts > 0 for feedback in result.feedback]
-    assert np.mean(drafted[400:800]) < 0.1
+    assert np.mean(drafted[400:800]) < 0.15
     assert np.mean(drafted[1050:]) > 0.9
     assert result.rate(400, 800) >= 0.97 / 13.8
 

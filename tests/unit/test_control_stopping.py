@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headway.control.costs import CostModel, Work
+from headway.control.goodput.draft_length import Stopping
 from headway.control.goodput.drafter_state import DrafterState
-from headway.control.goodput.stopping import Stopping
 from headway.control.policies.goodput import Goodput
 from headway.control.policy import DrafterView
 from headway.types import DrafterFeedback, Feedback
@@ -42,8 +42,8 @@ def test_it_goes_on_for_those_that_bring_most(told: list[float], position: int, 
     step_ms = 10.0 + slope * counts + tile * (counts > 5)
     stopping = Stopping(drafter, step_ms, rate)
     for before in range(position):
-        stopping.keep(ids, before, np.full(len(ids), 0.9))
-    kept = stopping.keep(ids, position, np.array(told))
+        stopping.goes_on(ids, before, np.full(len(ids), 0.9))
+    kept = stopping.goes_on(ids, position, np.array(told))
     sure = np.full((len(ids), MAX_K), np.nan)
     sure[:, :position], sure[:, position] = 0.9, told
     reach = np.cumprod(drafter.with_confidence.predict(ids, MAX_K, sure), axis=1)[:, position]
@@ -64,7 +64,7 @@ def test_it_goes_on_for_those_that_bring_most(told: list[float], position: int, 
 
 def test_the_last_token_is_not_followed_by_another() -> None:
     stopping = Stopping(candidate(0.0, 0.0), np.full(MAX_K + 1, 10.0), 0.1)
-    assert not stopping.keep([7], MAX_K - 1, np.array([1.0])).any()
+    assert not stopping.goes_on([7], MAX_K - 1, np.array([1.0])).any()
 
 
 def dear(work: Work) -> float:

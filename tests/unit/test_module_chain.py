@@ -14,7 +14,7 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.drafters.core.feature_network import FeatureNetwork
 from headway.drafters.core.module_chain import ModuleChain
 from headway.drafters.core.mtp_network import MTPFile
-from headway.drafters.drafter import DrafterContext
+from headway.drafters.drafter import DrafterContext, never_stop
 from headway.drafters.mtp import MTP
 from headway.engine.engine import Engine
 from headway.errors import ConfigError, ModelError
@@ -24,7 +24,7 @@ from headway.models.loader import load_model
 from headway.types import Request, SamplingParams
 from tests.heads import mtp_dir
 from tests.tiny import tiny_model_dir
-from tests.unit.test_feature_chain import BLOCK, KEEP, Argmax, Text, chunks
+from tests.unit.test_feature_chain import BLOCK, Argmax, Text, chunks
 
 K = 7
 MODULES = [1, 2, 3]
@@ -102,7 +102,7 @@ def test_drafts_are_those_of_the_definition(target: Decoder, tmp_path: Path, lay
     text, chain = Text(target, modules[0], seed=1), make(modules)
     for start, stop in chunks(20, 1, 3, 5, 2, 40):
         chain.commit([text.committed(7, start, stop)])
-        assert chain.propose([text.request(7, stop, K)], KEEP)[0].tokens == naive(modules, text, stop), f"behind {stop} positions"
+        assert chain.propose([text.request(7, stop, K)], never_stop)[0].tokens == naive(modules, text, stop), f"behind {stop} positions"
 
 
 def test_each_module_has_its_say(target: Decoder, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_each_module_has_its_say(target: Decoder, tmp_path: Path) -> None:
     for drafts, used in ((found, modules), (alone, modules[:1])):
         chain = make(used)
         chain.commit([text.committed(7, 0, 30)])
-        drafts += chain.propose([text.request(7, 30, K)], KEEP)[0].tokens
+        drafts += chain.propose([text.request(7, 30, K)], never_stop)[0].tokens
     assert found[0] == alone[0]
     assert found[1:] != alone[1:]
 
@@ -125,16 +125,16 @@ def test_batched_paused_and_preempted_they_draft_the_same(target: Decoder, tmp_p
     for seq_id, (text, length) in enumerate(zip(texts, lengths, strict=True)):
         chain.commit([text.committed(seq_id, 0, length)])
     requests = [text.request(seq_id, length, 2 + 2 * seq_id) for seq_id, (text, length) in enumerate(zip(texts, lengths, strict=True))]
-    for draft, text, length, request in zip(chain.propose(requests, KEEP), texts, lengths, requests, strict=True):
+    for draft, text, length, request in zip(chain.propose(requests, never_stop), texts, lengths, requests, strict=True):
         assert draft.tokens == naive(modules, text, length, request.k)
     chain.commit([texts[0].committed(0, 5, 9)])
     chain.commit([texts[0].committed(0, 9, 14)])   # not asked for in between
-    assert chain.propose([texts[0].request(0, 14, K)], KEEP)[0].tokens == naive(modules, texts[0], 14)
+    assert chain.propose([texts[0].request(0, 14, K)], never_stop)[0].tokens == naive(modules, texts[0], 14)
     chain.commit([Text(target, modules[0], 9).committed(3, 0, 80)])   # takes the blocks of the others
-    assert len(chain.propose([Text(target, modules[0], 9).request(3, 80, 2)], KEEP)[0]) == 2
+    assert len(chain.propose([Text(target, modules[0], 9).request(3, 80, 2)], never_stop)[0]) == 2
     chain.stop(3)
     chain.commit([texts[1].committed(1, 33, 35)])
-    assert chain.propose([texts[1].request(1, 35, K)], KEEP)[0].tokens == naive(modules, texts[1], 35)
+    assert chain.propose([texts[1].request(1, 35, K)], never_stop)[0].tokens == naive(modules, texts[1], 35)
 
 
 def test_too_little_text_gets_no_draft(target: Decoder, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_too_little_text_gets_no_draft(target: Decoder, tmp_path: Path) -> None:
     lengths = []
     for start, stop in chunks(1, 1, 1, 1):
         chain.commit([text.committed(7, start, stop)])
-        lengths.append(len(chain.propose([text.request(7, stop, K)], KEEP)[0]))
+        lengths.append(len(chain.propose([text.request(7, stop, K)], never_stop)[0]))
     assert lengths == [0, 0, K, K]
 
 

@@ -37,6 +37,9 @@ class Scheduler:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.token_budget = max_num_batched_tokens
+        # A position of a prompt whose log probabilities are wanted passes the output layer, too, and is searched for the most likely
+        # tokens: of a small model that is work for several.
+        self.prompt_logprobs_budget = max(1, max_num_batched_tokens // 8)
         self.max_model_len = max_model_len
         self.drafters = drafters
         self.max_k = max_k
@@ -98,14 +101,17 @@ class Scheduler:
         self.num_steps += 1
         rows: dict[int, Row] = {}
         preempted: list[Sequence] = []
-        budget = self.token_budget
+        budget, logprobs_budget = self.token_budget, self.prompt_logprobs_budget
         for seq in sorted(self.running, key=lambda seq: not seq.is_decoding):   # stable: urgency within each half
             length = min(seq.num_tokens - seq.num_computed, budget)
+            if _shows_prompt(seq):
+                length = min(length, logprobs_budget)
             if seq.status is Status.RUNNING and length > 0 and self._make_room(seq, seq.num_computed + length, rows, preempted):
                 rows[seq.seq_id] = Row(seq, seq.num_computed, length)
                 budget -= length
+                logprobs_budget -= length if _shows_prompt(seq) else 0
         if not preempted:
-            self._admit(rows, budget)
+            self._admit(rows, budget, logprobs_budget)
         self._grant_drafts(rows, wishes)
         return StepPlan(list(rows.values()), len(self.waiting), preempted)
 
@@ -183,7 +189,7 @@ class Scheduler:
         self._extend(seq, num_tokens)
         return True
 
-    def _admit(self, rows: dict[int, Row], budget: int) -> None:
+    def _admit(self, rows: dict[int, Row], budget: int, logprobs_budget: int) -> None:
         """Starts waiting sequences while there is budget, a seat, and room for all of their known tokens."""
         prefilling = {row.seq.request.request_id for row in rows.values() if not row.seq.is_decoding}
         for seq in list(self.waiting):
@@ -191,8 +197,10 @@ class Scheduler:
                 return
             if seq.request.request_id in prefilling and self.pool.enable_prefix_caching:
                 continue   # a sibling (n > 1) is computing this very prompt: share its blocks next step
-            wants_all_logits = seq.params.prompt_logprobs is not None
-            blocks, hashes = ([], []) if wants_all_logits else self.pool.match(seq.token_ids, seq.salt)
+            shows_prompt = _shows_prompt(seq)
+            if shows_prompt and logprobs_budget == 0:
+                continue
+            blocks, hashes = ([], []) if shows_prompt else self.pool.match(seq.token_ids, seq.salt)
             if self.pool.blocks_for(seq.num_tokens) - len(blocks) > self.pool.num_free:
                 self.pool.release(blocks)
                 return
@@ -202,6 +210,9 @@ class Scheduler:
             seq.block_table, seq.block_hashes = blocks, hashes
             seq.num_computed = seq.num_cached = len(blocks) * self.pool.block_size
             length = min(seq.num_tokens - seq.num_computed, budget)
+            if shows_prompt:
+                length = min(length, logprobs_budget)
+                logprobs_budget -= length
             self._extend(seq, seq.num_computed + length)
             rows[seq.seq_id] = Row(seq, seq.num_computed, length)
             prefilling.add(seq.request.request_id)
@@ -269,6 +280,11 @@ class Scheduler:
         seq.block_table = []
         seq.block_hashes = []
         seq.num_computed = 0
+
+
+def _shows_prompt(seq: Sequence) -> bool:
+    """Whether the log probabilities of its next tokens are wanted: of a request, its first sequence gathers them."""
+    return seq.params.prompt_logprobs is not None and seq.index == 0 and seq.num_output_tokens == 0
 
 
 def _fair_cap(wanted: list[int], budget: int) -> int:

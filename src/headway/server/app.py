@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Security
 from fastapi import Request as HttpRequest
@@ -20,18 +20,19 @@ from headway import __version__
 from headway.engine.admission import check_length
 from headway.errors import InvalidRequestError
 from headway.server import access, errors, openapi, protocol
-from headway.server.async_engine import AsyncEngine
+from headway.server.async_engine import STALL_S, AsyncEngine, Stream
 from headway.server.errors import ApiError, shown
 from headway.server.options import ServerOptions
 from headway.server.prometheus import EngineCollector, build_registry
 from headway.server.replies import ChatReply, CompletionReply, Reply, TokenNames
-from headway.server.streaming import EventStream, closing, collect
+from headway.server.streaming import EventStream, closing, collect, unless_gone
 from headway.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from headway.engine.engine import Engine
 
 Body = TypeVar("Body", bound=protocol._Strict)
+GenerationBody: TypeAlias = "protocol.CompletionRequest | protocol.ChatCompletionRequest"
 
 LONG_TEXT = 4096           # characters from which on tokenizing leaves the loop's thread
 MESSAGE_LENGTH = 32        # what a message costs a chat template beside its content, in characters
@@ -135,44 +136,56 @@ class _Api:
         params = body.sampling_params(self.engine.sampling_defaults)
         prompts = body.prompts()
         self._check_size(len(prompts) * params.n)
-        token_ids = [await self._encode(prompt, fits=True) if isinstance(prompt, str) else prompt for prompt in prompts]
-        reply = CompletionReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
-        return await self._generate(http, body, token_ids, params, reply)
+
+        async def begin() -> tuple[Stream, Reply]:
+            token_ids = [await self._encode(prompt, fits=True) if isinstance(prompt, str) else prompt for prompt in prompts]
+            reply = CompletionReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
+            return await self._submit(http, body, token_ids, params, reply), reply
+
+        return await self._answer(http, body, begin())
 
     async def create_chat_completion(self, http: HttpRequest) -> Response:
         """Answers a conversation."""
         body = await self._read(http, protocol.ChatCompletionRequest)
         params = body.sampling_params(self.engine.sampling_defaults)
         self._check_size(params.n)
-        token_ids = [await self._encode_chat(body.messages, fits=True)]
-        reply = ChatReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
+
+        async def begin() -> tuple[Stream, Reply]:
+            token_ids = [await self._encode_chat(body.messages, fits=True)]
+            reply = ChatReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
+            return await self._submit(http, body, token_ids, params, reply), reply
+
         try:
-            return await self._generate(http, body, token_ids, params, reply)
+            return await self._answer(http, body, begin())
         except InvalidRequestError as error:
             param = "messages" if error.param == "prompt" else error.param
             raise InvalidRequestError(str(error), param=param, code=error.code) from None
 
-    async def _generate(
-        self,
-        http: HttpRequest,
-        body: protocol.CompletionRequest | protocol.ChatCompletionRequest,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        reply: Reply,
-    ) -> Response:
+    async def _submit(
+        self, http: HttpRequest, body: GenerationBody, prompts: Sequence[list[int]], params: SamplingParams, reply: Reply
+    ) -> Stream:
         # Beside the key's scope, not instead of it: a salt that somebody guesses opens no other key's memory.
         salt = ":".join(filter(None, (getattr(http.state, "key_scope", ""), body.cache_salt))) or None
         requests = [
             Request(f"{reply.id}-{position}", token_ids, params, priority=body.priority or 0, cache_salt=salt)
             for position, token_ids in enumerate(prompts)
         ]
-        stream = await self.bridge.submit(requests)
+        return await self.bridge.submit(requests)
+
+    async def _answer(self, http: HttpRequest, body: GenerationBody, begin: Coroutine[Any, Any, tuple[Stream, Reply]]) -> Response:
+        begun = await unless_gone(http.receive, begin)
+        if begun is None:
+            return _gone()
+        stream, reply = begun
         if body.stream:
             return EventStream(stream, reply)
         async with closing(stream, http.receive):
             deltas = await collect(stream, reply)
-        # Nobody reads the answer to a client that went away.
-        return Response(status_code=499) if deltas is None else _json(reply.whole(deltas))
+        if deltas is None:
+            return _gone()
+        if body.logprobs is None and body.prompt_logprobs is None:
+            return _json(reply.whole(deltas))
+        return await self.bridge.aside(lambda: _json(reply.whole(deltas)))   # thousands of numbers to write out
 
     def _check_size(self, num_sequences: int) -> None:
         """Before anything is tokenized: could the queue ever hold so many?"""
@@ -186,6 +199,9 @@ class _Api:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Token ids of a text or of a conversation."""
         body = await self._read(http, protocol.TokenizeRequest)
+        return await unless_gone(http.receive, self._tokenize(body)) or _gone()
+
+    async def _tokenize(self, body: protocol.TokenizeRequest) -> Response:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give exactly one of prompt and messages", param="prompt")
         if body.prompt is not None:
@@ -212,7 +228,8 @@ class _Api:
         wrong = next((token for token in body.tokens if token >= vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(f"tokens holds token id {wrong}; accepted are 0 to {vocab_size - 1}", param="tokens")
-        return _json({"prompt": await self.bridge.aside(self.engine.tokenizer.decode, body.tokens, False)})
+        text = await unless_gone(http.receive, self.bridge.aside(self.engine.tokenizer.decode, body.tokens, False))
+        return _gone() if text is None else _json({"prompt": text})
 
     async def _encode(self, text: str, add_special_tokens: bool = True, *, fits: bool = False) -> list[int]:
         """fits: refuse a text that cannot fit the context. Raises InvalidRequestError."""
@@ -260,6 +277,8 @@ class _Api:
         """200 while requests are taken."""
         if self.bridge.failure is not None:
             raise ApiError(503, "the engine has stopped", kind="server_error", code="engine_stopped")
+        if self.bridge.stalled:
+            raise ApiError(503, f"the engine has not come round for {STALL_S:g} s", kind="server_error", code="engine_stalled")
         if self.bridge.draining:
             raise errors.DrainingError
         return _json({"status": "ok"})
@@ -320,6 +339,11 @@ async def _read_bytes(http: HttpRequest, limit: int) -> bytes:
 def _stream_usage(body: protocol._Sampling) -> tuple[bool, bool]:
     wanted = body.stream_options
     return (bool(wanted.include_usage), bool(wanted.continuous_usage_stats)) if wanted is not None else (False, False)
+
+
+def _gone() -> Response:
+    """For a client that went away: nobody reads it."""
+    return Response(status_code=499)
 
 
 def _json(content: Any) -> Response:

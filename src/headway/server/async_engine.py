@@ -14,6 +14,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from headway.engine.admission import Prepared
 from headway.engine.cores import CoreShare
 from headway.errors import InvalidRequestError, QueueFullError
-from headway.server.errors import DrainingError, EngineFailedError
+from headway.server.errors import DrainingError, EngineFailedError, SlowReaderError
 from headway.types import OutputDelta, Request
 
 logger = logging.getLogger("headway.server")
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 NUM_WORKERS = 2      # a long prompt holds up another one, not everybody's
 LIGHT_TOKENS = 4096  # of prompts, which are looked through in a tenth of a millisecond
+STALL_S = 10.0       # a round of the engine's thread, one step and what enters before it, that takes longer is not healthy
+STOP_S = 2.0
+MAX_UNREAD = 2**18   # tokens and log probabilities that may wait to be read, over all streams: at most 160 MB
 IDLE_CHECK_S = 1.0   # an engine that had nothing to do for so long checks its invariants
 
 
@@ -60,6 +64,7 @@ class Stream:
         self.num_open = sum(request.params.n for request in requests)
         self.closed = False
         self._ready: list[tuple[int, OutputDelta]] = []
+        self.num_unread = 0   # tokens and log probabilities in what nobody has asked for yet
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -76,6 +81,7 @@ class Stream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         ready, self._ready = self._ready, []
+        self._bridge.read(self)
         return ready
 
     def close(self) -> None:
@@ -85,14 +91,23 @@ class Stream:
             self._bridge.release(self)
             self._wake()
 
+    def take_unread(self) -> int:
+        """Counts from 0 again; returns the count."""
+        count, self.num_unread = self.num_unread, 0
+        return count
+
     def push(self, position: int, delta: OutputDelta) -> None:
         self._ready.append((position, delta))
+        self.num_unread += _size(delta)
         if delta.finish_reason is not None:
             self.num_open -= 1
         self._wake()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, *, drop: bool = False) -> None:
+        """The next `get` raises `error`; with `drop`, what is unread is lost, else it is read before."""
         self._error = error
+        if drop:
+            self._ready = []
         self._wake()
 
     def _wake(self) -> None:
@@ -113,14 +128,18 @@ class AsyncEngine:
         self.max_added_tokens = max_added_tokens
         self.num_open = 0
         self.num_rejected = 0
+        self.num_dropped = 0   # clients that did not read what was written for them
+        self.num_unread = 0    # over all streams
         self.draining = False
         self.failure: BaseException | None = None   # set once the engine is beyond repair
         self.on_failure: Callable[[], None] = lambda: None
         self._streams: dict[str, tuple[Stream, int]] = {}
+        self._behind: set[Stream] = set()   # streams with something unread, finished ones among them
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="headway-aside")
-        self._stopping = False
         self._cores = CoreShare()
+        self._stopping = self._stopped = False
+        self._round_began: float | None = None   # engine thread: monotonic seconds; None while it waits for work
         self._added: dict[str, int] = {}   # engine thread: request id -> sequences not finished
         self._thread = threading.Thread(target=self._run, name="headway-engine", daemon=True)
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -131,12 +150,25 @@ class AsyncEngine:
         self.loop = asyncio.get_running_loop()
         self._thread.start()
 
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine's thread has work and has not come round for STALL_S."""
+        began = self._round_began
+        return began is not None and time.monotonic() - began > STALL_S
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread goes on although it was told to stop."""
+        return self._stopped and self._thread.is_alive()
+
     async def stop(self) -> None:
-        """Ends the thread after its current step. Streams that are still open fail."""
+        """Ends the thread after its current step, and returns after STOP_S whether or not it did. Streams that are still open fail."""
         self.draining = True
         self._fail_streams(list(self._streams), EngineFailedError("the server shut down before the request was finished"))
         self._calls.put(_Call(self._end))
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join, STOP_S)
+        self._stopped = True
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new and waits until everything open is finished, at most `timeout_s`."""
@@ -213,10 +245,25 @@ class AsyncEngine:
         ids = [request.request_id for request in stream.requests if self._streams.pop(request.request_id, None)]
         if ids:
             self._calls.put(_Call(lambda: self._abort(ids)))
+        self.read(stream)
         self.num_open -= stream.num_open
         stream.num_open = 0
         if self.num_open == 0:
             self._nothing_open.set()
+
+    def read(self, stream: Stream) -> None:
+        """Nothing of `stream` is unread any more (`Stream.get`)."""
+        self.num_unread -= stream.take_unread()
+        self._behind.discard(stream)
+
+    def _drop_slowest(self) -> None:
+        """Frees what the client that is furthest behind has not read; when it reads on it finds an error."""
+        stream = max(self._behind, key=lambda stream: stream.num_unread)
+        logger.warning("a client is %d tokens and log probabilities behind with reading: its answer is dropped", stream.num_unread)
+        self.num_dropped += 1
+        stream.fail(SlowReaderError("the answer was dropped: too much of it was waiting to be read"), drop=True)
+        stream.close()
+        self.read(stream)   # one that was closed before holds nothing
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         streams = self._streams
@@ -229,6 +276,8 @@ class AsyncEngine:
                 continue
             stream, position = entry
             stream.push(position, delta)
+            self.num_unread += _size(delta)
+            self._behind.add(stream)
             if delta.finish_reason is not None:
                 self.num_open -= 1
                 if stream.num_open == 0:
@@ -236,6 +285,8 @@ class AsyncEngine:
                         del streams[request.request_id]
                 if self.num_open == 0:
                     self._nothing_open.set()
+        while self.num_unread > MAX_UNREAD:
+            self._drop_slowest()
 
     def _fail_streams(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:
@@ -256,6 +307,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._round_began = time.monotonic()
                 self._take_calls()
                 if self.engine.has_work():
                     self._step()
@@ -268,7 +320,9 @@ class AsyncEngine:
         """Runs what the loop asked for, as far as one step's worth of tokens goes; without work, waits for it."""
         num_added = 0
         if not self.engine.has_work():
+            self._round_began = None
             call = self._wait_for_call()
+            self._round_began = time.monotonic()
             call.function()
             num_added = call.num_tokens
         while num_added < self.max_added_tokens and not self._calls.empty():
@@ -320,6 +374,11 @@ class AsyncEngine:
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         assert self.loop is not None
         self.loop.call_soon_threadsafe(function, *args)
+
+
+def _size(delta: OutputDelta) -> int:
+    """Of what a stream may hold: the tokens, and the log probabilities of each. (Those of the prompt are never streamed.)"""
+    return len(delta.token_ids) + sum(1 + len(each.top) for each in delta.logprobs or ())
 
 
 def _are_light(requests: Sequence[Request]) -> bool:

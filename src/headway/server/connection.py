@@ -1,7 +1,8 @@
-"""One connection: uvicorn's, with a bound on what a client may send before its request is known."""
+"""One connection: uvicorn's, with a bound on what a client may send before its request is known, and on how long it may not read."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -9,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from headway.server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024   # uvicorn's own bound with its other parser, h11
+MAX_STALL_S = 60.0           # without a byte read by the client while the buffers are full: nginx's `send_timeout`
 
 
 class Connection(HttpToolsProtocol):
@@ -18,6 +20,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._num_kept = 0   # bytes since the parser last had a whole head, or a part of a body, to give
+        self._stall: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         self._num_kept += len(data)
@@ -32,6 +35,32 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._num_kept = 0
         super().on_body(body)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        self._unwatch()
+        super().resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        self._stall = self.loop.call_later(MAX_STALL_S, self._check_progress, self.transport.get_write_buffer_size())
+
+    def _unwatch(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _check_progress(self, num_unread: int) -> None:
+        if self.transport.get_write_buffer_size() >= num_unread:
+            self.transport.abort()
+        else:
+            self._watch()
 
     def _refuse(self) -> None:
         answer = ApiError(431, f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes", code="headers_too_large").response()

@@ -62,6 +62,10 @@ class EngineFailedError(Exception):
     """The engine could not go on with this request; it is not the request's fault."""
 
 
+class SlowReaderError(Exception):
+    """The client did not read what was written for it, and others needed the memory."""
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The answer that an exception becomes; anything unknown is a 500 that tells nothing of the inside."""
     if isinstance(error, ApiError):
@@ -72,6 +76,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), kind="rate_limit_error", code="queue_full", headers=RETRY_AFTER)
     if isinstance(error, DrainingError):
         return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down", headers=RETRY_AFTER)
+    if isinstance(error, SlowReaderError):
+        return ApiError(408, str(error), code="slow_reader")
     if isinstance(error, ClientDisconnect):   # in the middle of its body: nobody reads this
         return ApiError(400, "the body is incomplete")
     if isinstance(error, HTTPException):

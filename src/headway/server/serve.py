@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -26,6 +27,8 @@ logger = logging.getLogger("headway.server")
 
 # The default of 5 ms lets the loop hold the engine up in the middle of a step.
 SWITCH_INTERVAL_S = 0.0005
+CLOSE_S = 5       # for connections to close once their answers are written
+SHUTDOWN_S = 10   # after the drain time: CLOSE_S, the engine's thread (STOP_S), and the interpreter
 
 
 def serve(engine_config: EngineConfig, options: ServerOptions, *, progress: bool = True) -> None:
@@ -46,6 +49,10 @@ def serve(engine_config: EngineConfig, options: ServerOptions, *, progress: bool
     app = build_app(engine, options)
     server = Server(app, options)
     server.run(sockets=[listener])
+    if app.state.bridge.hangs:   # the interpreter does not end beside a thread that is inside PyTorch
+        logger.critical("the engine's thread hangs; the server ends without it")
+        logging.shutdown()
+        os._exit(1)
     if app.state.bridge.failure is not None:
         raise SystemExit(1)
 
@@ -64,13 +71,12 @@ class Server(uvicorn.Server):
                 ws="none",
                 server_header=False,
                 timeout_keep_alive=75,   # longer than clients keep idle connections, or they meet a closed one
-                timeout_graceful_shutdown=5,
+                timeout_graceful_shutdown=CLOSE_S,
             )
         )
         self.options = options
         self.bridge = app.state.bridge
         self.model = options.served_model_name or self.bridge.engine.config.model
-        self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._running_loop = asyncio.get_running_loop()
@@ -80,14 +86,13 @@ class Server(uvicorn.Server):
         print(_hello(sockets[0], self.model, self.options, self.bridge.engine.sampling_defaults), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: stop now."""
+        """First signal: drain. A second one ends the process at once, as does a watchdog that needs no Python to run."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        faulthandler.dump_traceback_later(self.options.drain_timeout_s + SHUTDOWN_S, exit=True)
         self._running_loop.call_soon_threadsafe(self._on_signal, sig)
 
     def _on_signal(self, sig: int) -> None:
-        if self._drain is not None:
-            self.force_exit = True
-            self._stop()
-            return
         logger.warning("%s: finishing %d running sequences", signal.Signals(sig).name, self.bridge.num_open)
         self._drain = asyncio.create_task(self._finish())
 

@@ -6,17 +6,35 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headway.server.async_engine import Stream
-from headway.server.errors import EngineFailedError, as_api_error
+from headway.server.errors import EngineFailedError, SlowReaderError, as_api_error
 from headway.server.replies import Reply
 from headway.types import OutputDelta
 
 logger = logging.getLogger("headway.server")
+T = TypeVar("T")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns; None as soon as the client disconnects, with `work` cancelled."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        gone.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -24,8 +42,7 @@ async def closing(stream: Stream, receive: Receive) -> AsyncIterator[None]:
     """Closes the stream at the end of the block, and as soon as the client disconnects."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _disconnected(receive)
         stream.close()
 
     watcher = asyncio.create_task(watch())
@@ -72,7 +89,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
             text = self.reply.last_chunks()
         except Exception as error:   # the answer has begun: an event is all that is left to say it with
-            if not isinstance(error, EngineFailedError):
+            if not isinstance(error, (EngineFailedError, SlowReaderError)):
                 logger.exception("the answer %s could not be written", self.reply.id)
             text = f"data: {json.dumps(as_api_error(error).body())}\n\ndata: [DONE]\n\n"
         await send({"type": "http.response.body", "body": text.encode(), "more_body": False})

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.control.costs import CostModel
+from headway.control.goodput.budget import Budget
 from headway.control.goodput.decision import Step
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.gain import RequestGain
@@ -69,13 +70,11 @@ class ToldDrafter(DrafterState):
     def __init__(self, view: DrafterView, setup: Setup, policy: Told) -> None:
         super().__init__(view, setup.max_k, setup.costs)
         self._policy = policy
+        self.budget = self.budget if policy.explores else NoBudget()
 
     @property
     def is_new(self) -> bool:
         return self._policy.explores and super().is_new
-
-    def affords_probe(self, step: int, plain_ms: float, num_others: int, num_unseen: int, deciding_ms: float) -> bool:
-        return self._policy.explores and super().affords_probe(step, plain_ms, num_others, num_unseen, deciding_ms)
 
     def reach(self, draft: DraftView) -> list[float]:
         if not self._policy.told:
@@ -90,6 +89,14 @@ class ToldDrafter(DrafterState):
         for row, draft in enumerate(drafts):
             values[row, : draft.length] = self.reach(draft)
         return values
+
+
+class NoBudget(Budget):
+    """Nothing is tried out."""
+
+    @property
+    def can_probe(self) -> bool:
+        return False
 
 
 def split(world: World, best: float) -> dict[str, float]:

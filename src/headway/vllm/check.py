@@ -241,8 +241,8 @@ def _parallel(f: Facts) -> Iterator[Finding]:
     if f.pipeline_parallel > 1 and f.method is not None and not f.v2_runner:
         yield Finding(
             ERROR, f"pipeline parallel ({f.pipeline_parallel}) with {f.method}",
-            "vLLM's model runner V1 makes the drafter on the last stage and asks for it on every one: the others end at start with \"object "
-            "has no attribute 'drafter'\" (gpu_model_runner.py, initialize_kv_cache_tensors, of vLLM 0.32), with or without Headway. "
+            "vLLM's model runner V1 makes the drafter on the last stage and asks for it on every one: the others end at start with "
+            "\"object has no attribute 'drafter'\" (gpu_model_runner.py, initialize_kv_cache_tensors, of vLLM 0.32), Headway or not. "
             "Use tensor parallelism, or no --speculative-config",
         )  # fmt: skip
     elif f.pipeline_parallel > 1:

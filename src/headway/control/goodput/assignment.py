@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from headway.control.costs import CostModel, Work
-from headway.control.goodput.draft_length import DEPTHS, choose_depth
+import numpy as np
+
+from headway.control.costs import CostModel
+from headway.control.goodput.draft_length import STEEP, best_depth
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.gain import RequestGain
 from headway.control.goodput.prices import StepPrices
@@ -23,8 +25,6 @@ WAKE_STEPS = 16          # steps over which catching up after a sleep is written
 STAY = 0.1               # bonus of the drafter a request has, as a share of its gain
 NEXT_TO_NOTHING = 0.1    # tokens: a drafter whose draft costs no more is looked at before another one is asked
 LITTLE = 0.25            # of what the most expensive drafter costs: one of nearly the same price competes with it, one of less is looked up
-STEEP = 0.02             # drafting to max_k that costs this share of a plain step more than one draft: depth is worth a thought
-SLOW = 0.15              # a further token for all that costs this share of a plain step: it is asked for one by one
 NOBODY = -1
 
 
@@ -114,14 +114,14 @@ class Assigner:
         step = self.prices
         best, owner, nets = [0.0] * len(able), [NOBODY] * len(able), [0.0] * len(able)
         copied, copier = list(best), list(owner)   # the same of those that are looked up
-        tried: list[int] = []
         for index, drafter in enumerate(self.drafters):
             if drafter.account.off:
                 continue
-            tried.append(index)
             most, who = (copied, copier) if drafter in found.lookups else (best, owner)
-            _, each, per_unseen = drafter.prices(step.number)
-            price, per_unseen = step.rate * each, step.rate * per_unseen / WAKE_STEPS
+            fixed, each, per_unseen = drafter.prices(step.number)
+            looked_up = not found.lookups or drafter in found.lookups   # else the step's drafts say for how many it is asked
+            price = step.rate * (each + (fixed / len(able) if looked_up else 0.0))
+            per_unseen *= step.rate / WAKE_STEPS
             for i in range(min(len(able), drafter.sample_size) if drafter.is_new else len(able)):
                 seq = able[i]
                 own = drafter.gain.of(seq.seq_id)
@@ -136,30 +136,17 @@ class Assigner:
                     most[i], who[i] = net, index
                     if who is owner:
                         nets[i] = raw
-        if not found.behind_slo:
-            self._drop_poor(tried, best, owner)
-            self._drop_poor(tried, copied, copier)
         value = sum([max(asked, looked_up) for asked, looked_up in zip(best, copied, strict=True)])
         if value <= step.rate * self.deciding_ms and not found.behind_slo and not any(drafter.is_new for drafter in self.drafters):
             return [NOBODY] * len(owner), nets
         return [looked_up if asked == NOBODY else asked for asked, looked_up in zip(owner, copier, strict=True)], nets
 
-    def _drop_poor(self, tried: list[int], best: list[float], owner: list[int]) -> None:
-        """Leaves out groups that do not pay for their drafter's fixed cost. Who would have been second waits for the next decision."""
-        poor = [
-            index for index in tried
-            if 0.0 < sum(net for net, who in zip(best, owner, strict=True) if who == index)
-            <= self.prices.rate * self.drafters[index].prices(self.prices.number)[0]
-        ]  # fmt: skip
-        for i, who in enumerate(owner):
-            if who in poor:
-                best[i], owner[i] = 0.0, NOBODY
-
 
 def _depths(drafter: DrafterState, prices: StepPrices, sequences: Sequence[SequenceView], costs: CostModel) -> list[int]:
     """How many drafts to ask for, per sequence."""
     longest, num_rows = drafter.max_k, len(sequences)
-    steep = drafter.rise(num_rows) > STEEP * prices.plain_ms
+    draft_ms = [costs.predict_draft(drafter.name, num_rows, depth) for depth in range(1, longest + 1)]
+    steep = draft_ms[-1] - draft_ms[0] > STEEP * prices.plain_ms
     matters = steep or not (drafter.deterministic or all(seq.greedy for seq in sequences))
     if (first := drafter.first_depth) is not None:
         drafter.set_depth(drafter.depth, matters=matters)
@@ -167,11 +154,11 @@ def _depths(drafter: DrafterState, prices: StepPrices, sequences: Sequence[Seque
     if not matters:
         drafter.set_depth(longest, matters=False)
         return [longest] * num_rows
-    depths = [depth for depth in DEPTHS if depth <= longest] if steep else [longest]
-    work = Work(len(prices.sequences), len(prices.sequences) + prices.num_prefill, prices.num_context)
-    depth, lengths = choose_depth(drafter, costs, [seq.seq_id for seq in sequences], work, prices.rate, depths)
+    rows = len(prices.sequences)
+    reached = np.asarray(np.cumprod(drafter.without_confidence.predict([seq.seq_id for seq in sequences], longest), axis=1))
+    tokens = rows + prices.num_prefill + drafter.breadth.value * np.arange(reached.size + 1)
+    depth, lengths = best_depth(reached, costs.predict(rows, tokens, prices.num_context), draft_ms, prices.rate)
     drafter.set_depth(depth, matters=True)
     if drafter.stops_early:
         return [longest] * num_rows
-    whole = [not (drafter.deterministic or seq.greedy) for seq in sequences]
-    return [max(1, length) if fixed else depth for length, fixed in zip(lengths, whole, strict=True)]
+    return [depth if drafter.deterministic or seq.greedy else max(1, length) for seq, length in zip(sequences, lengths, strict=True)]

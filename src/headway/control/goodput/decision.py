@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from headway.control.costs import CostModel
-from headway.control.goodput.allocation import FEW
-from headway.control.goodput.assignment import STEEP, Assignment, choice
+from headway.control.goodput.assignment import Assignment, choice
+from headway.control.goodput.draft_length import STEEP, Stopping
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.prices import StepPrices
-from headway.control.goodput.stopping import Stopping
 from headway.control.policy import DraftView, SequenceView
 from headway.types import Choice
 
@@ -56,7 +55,7 @@ class Step:
     def watch(self, drafter: DrafterState, seq: SequenceView) -> None:
         """A shadow draft, unless one is under way already."""
         if seq.seq_id not in self.shadow_plan and seq.seq_id not in drafter.shadows:
-            k = min(drafter.depth, _SHADOW_DEPTH) if drafter.rise(1) > STEEP * self.prices.plain_ms else drafter.max_k
+            k = min(drafter.depth, _SHADOW_DEPTH) if drafter.further_ms(1, drafter.max_k) > STEEP * self.prices.plain_ms else drafter.max_k
             self.shadow_plan[seq.seq_id] = choice(drafter.name, min(k, seq.max_k))
             drafter.watch(seq.seq_id, min(k, seq.max_k), len(self.prices.sequences), self.prices.rate, self.verify_ms)
 
@@ -86,8 +85,9 @@ class Step:
         net_gains = self.assignment.net_gains
         if not net_gains:
             return {}
+        gains = [net_gain(by_name[draft.drafter].reach(draft), self.assignment.lookup_prices) for draft in drafts]
         best: dict[int, tuple[float, str]] = {}
-        for draft, gain in zip(drafts, net_gains_of(drafts, by_name, self.assignment.lookup_prices), strict=True):
+        for draft, gain in zip(drafts, gains, strict=True):
             if gain > best.get(draft.seq_id, (0.0, ""))[0]:
                 best[draft.seq_id] = gain, draft.drafter
         nothing = 0.0, self.assignment.lookups[0].name
@@ -111,32 +111,10 @@ class Step:
         return taken
 
     def _note(self, taken: Mapping[int, str], by_name: Mapping[str, DrafterState]) -> None:
-        num_planned: dict[str, int] = {}
-        for seq_id in self.assignment.net_gains:
-            num_planned[self.asked[seq_id].name] = num_planned.get(self.asked[seq_id].name, 0) + 1
         contexts = {seq.seq_id: seq.num_context for seq in self.prices.sequences}
         self.asked = self.asked | {seq_id: by_name[name] for seq_id, name in taken.items()}
-        num_left: dict[str, int] = {}
         for seq_id in self.left:
-            expensive = self.asked[seq_id]
-            expensive.gain.of(seq_id).note_ask(self.prices.number, contexts[seq_id])
-            num_left[expensive.name] = num_left.get(expensive.name, 0) + 1
-        for name, planned in num_planned.items():
-            by_name[name].reached.observe(num_left.get(name, 0) / planned)
-
-
-def net_gains_of(drafts: Sequence[DraftView], by_name: Mapping[str, DrafterState], prices: Sequence[float]) -> list[float]:
-    """[n] what `net_gain` says of each draft; in arrays where there are many."""
-    if sum([draft.length for draft in drafts]) <= FEW:
-        return [net_gain(by_name[draft.drafter].reach(draft), prices) for draft in drafts]
-    found = [0.0] * len(drafts)
-    for name in {draft.drafter for draft in drafts}:
-        mine = [i for i, draft in enumerate(drafts) if draft.drafter == name]
-        reached = np.cumsum(by_name[name].values([drafts[i] for i in mine]), axis=1)
-        net = (reached - np.array(prices[1 : reached.shape[1] + 1])).max(axis=1).tolist()
-        for i, gain in zip(mine, net, strict=True):
-            found[i] = max(0.0, gain)
-    return found
+            self.asked[seq_id].gain.of(seq_id).note_ask(self.prices.number, contexts[seq_id])
 
 
 def net_gain(values: Sequence[float], prices: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headway.control.costs import CostModel
 from headway.control.goodput.acceptance import AcceptanceModel
-from headway.control.goodput.budget import Budget, most_valuable
+from headway.control.goodput.budget import Budget
 from headway.control.goodput.gain import Gain
 from headway.control.goodput.guard import Account, Mean
 from headway.control.policy import DrafterView, DraftView
@@ -20,20 +20,16 @@ from headway.types import Feedback, SequenceFeedback, ShadowFeedback, depths_of
 FloatArray = NDArray[np.float64]
 
 FIRST_ASKS = 32          # asks of a new drafter, half of them in one step, before a whole large batch asks it
-KNOWN_ASKS = 16          # of one that was known in an earlier run
-_FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts that a new drafter is asked for
-_FIRST_TIMES = 4         # that its drafting was timed, after which its price is known well enough not to vary them for it
-_RETURN = 1.5            # what shadow drafts must promise, against the price of drafting, before it is switched on again
+KNOWN_ASKS = 16          # asks of one that was known in an earlier run
+_FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts a new drafter is asked for, while what depth costs is not known
+_RETURN = 1.5            # times its price: what shadow drafts must promise before a drafter is switched on again
 _PRICED_STEPS = 8        # steps for which a price holds
-_NUM_SHADOWS = 8         # shadow drafts before it is judged whether it comes back
-_LEAST_JUDGED = 12       # judged tokens that are waited for before the acceptance model learns, while it knows little
-_ENOUGH_JUDGED = 128     # and later: learning has its price by the call
+_GROUP = 128             # judged tokens that are learned from together: each call takes time
+_LONGEST_WAIT = 16       # steps that a judged token waits to be learned from
 _MOST = 24               # drafts, or asks, that are learned from in a step
-_LONGEST_WAIT = 16       # steps
-_BREADTH_MEMORY = 100.0  # drafts
-_REACHED_MEMORY = 100.0  # steps
-_YOUNG = 200             # judged tokens up to which it knows little
+_MEMORY = 100.0          # drafts or steps that means remember
 _NAN = float("nan")
+_FORMER_NAMES = {"worth": "gain", "sighted": "with_confidence", "blind": "without_confidence"}   # in files of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +49,16 @@ class DrafterState:
         self.budget = Budget(is_network=not view.deterministic)
         self.with_confidence = AcceptanceModel(max_k)      # of drafts that were made
         self.without_confidence = AcceptanceModel(max_k)   # of drafts to be made
+        self.depth = min(2, max_k)           # that it is asked for
         self.stops_early = False             # it is asked for as much as it may draft, and stopped where that ceases to pay
-        self.depth = min(2, max_k)           # that was found worth asking for last
-        self.breadth = Mean(_BREADTH_MEMORY, 1.0)   # draft tokens verified for each position: more than one in a tree
-        self.reached = Mean(_REACHED_MEMORY, 1.0, 1.0)   # share of the requests it is to draft for that cheaper drafters leave to it
+        self.breadth = Mean(_MEMORY, 1.0)    # draft tokens verified for each position: more than one in a tree
         self.shadows: dict[int, ShadowPrice] = {}   # under way, by seq_id
         self._first_asks = FIRST_ASKS
         self._depth_matters = False          # so acceptance is learned without confidence, too
         self._busy = 0.0                     # share of the sequences that it is asked for, lately
         self._reported: bool | None = None   # whether it was last said to pay
         self._costs = costs
-        self._judged = _Judged()
-        self._judged_without = _Judged()
+        self._judged, self._judged_without = _Judged(), _Judged()
         self._prices = (0.0, 0.0, 0.0)
         self._further: dict[tuple[int, int], float] = {}   # by rows and steps, as long as the prices hold
         self._priced_at = -_PRICED_STEPS
@@ -85,23 +79,13 @@ class DrafterState:
     def first_depth(self) -> int | None:
         """How many drafts to ask for while it is not known what depth costs: that shows only when it varies."""
         times, was_known = self._costs.num_drafted(self.name), self._first_asks == KNOWN_ASKS
-        if not self.is_new or was_known or (self._costs.is_known and (self._drafts_ahead or times >= _FIRST_TIMES)):
+        if not self.is_new or was_known or (self._costs.is_known and (self._drafts_ahead or times >= len(_FIRST_DEPTHS))):
             return None
         return min(self.max_k, _FIRST_DEPTHS[times % len(_FIRST_DEPTHS)])
 
-    def allowed(
-        self, values: Sequence[Sequence[float]], wanted: Sequence[int], step_ms: Sequence[float], plain_ms: float
-    ) -> list[int]:
-        """[n] how many of the `wanted` tokens of each of its drafts may be verified while it is new."""
-        if not self._costs.is_known:   # what verification costs shows by verifying
-            return [max(1, length) for length in wanted]
-        return most_valuable(values, wanted, self.budget.num_covered(step_ms, plain_ms))
-
-    def book(self, feedback: Feedback, verified: Sequence[SequenceFeedback], verify_ms: float, plain_ms: float) -> None:
-        """What verifying its drafts has brought and cost in a step while it is new; a verified token costs `verify_ms`."""
-        spent = verify_ms * sum([seq.num_drafts for seq in verified])
-        saved = sum([seq.num_accepted for seq in verified]) / max(1, len(feedback.sequences))
-        self.budget.book(saved, spent / plain_ms, feedback.step)
+    def allowed(self, step_ms: Sequence[float], plain_ms: float) -> int | None:
+        """How many of its drafts may be verified while it is new; None while nobody knows what that costs: it shows by verifying."""
+        return self.budget.num_covered(step_ms, plain_ms) if self._costs.is_known else None
 
     # -- prices ---------------------------------------------------------------------------------------------------
 
@@ -131,10 +115,6 @@ class DrafterState:
         """Its price has been measured."""
         return self._costs.predict_draft(self.name, 1, 1) > 0.0
 
-    def rise(self, num_rows: int) -> float:
-        """Milliseconds that drafting to the end costs more than one draft."""
-        return self._costs.predict_draft(self.name, num_rows, self.max_k) - self._costs.predict_draft(self.name, num_rows, 1)
-
     def drafting_ms(self, feedback: Feedback) -> float:
         """What its drafts of a step took. While it is new, reading prompts is left out: it is paid once, and before anything came back."""
         parts = [part for part in feedback.drafters if part.drafter == self.name]
@@ -146,23 +126,13 @@ class DrafterState:
             for part in parts
         ])  # fmt: skip
 
-    def affords_probe(self, step: int, plain_ms: float, num_others: int, num_unseen: int, deciding_ms: float) -> bool:
-        """Whether to try it on all `num_others` sequences for which it does not seem to pay, now: all at once, since verifying pays for
-        its fixed costs only when many have something to verify. `plain_ms`: its part of a plain step; `num_unseen`: tokens it would
-        have to catch up with; `deciding_ms`: what a step with drafts takes of the policy's own time."""
-        fixed, each, per_unseen = self.prices(step)
-        further = self.further_ms(num_others, self.depth) if num_others else 0.0
-        price = fixed + (each + further) * num_others + per_unseen * num_unseen + deciding_ms
-        waits = self.account.off and step < self.account.until
-        return self.budget.pays(step, price, plain_ms, wanted=num_others > 0 and not waits)
-
     # -- how much it is asked for ---------------------------------------------------------------------------------
 
     def set_stops_early(self, stops_early: bool) -> None:
         self.stops_early = stops_early
 
     def set_depth(self, depth: int, *, matters: bool) -> None:
-        """How deep it is asked to draft; `matters`: that was weighed by what it was not yet sure of."""
+        """How deep it is asked to draft; `matters`: that was weighed against what it costs."""
         self.depth, self._depth_matters = depth, matters
 
     def report(self, share: float) -> str | None:
@@ -213,19 +183,19 @@ class DrafterState:
 
     def judge(self, verified: Sequence[SequenceFeedback], shadows: Sequence[ShadowFeedback], step: int) -> None:
         """Learns acceptance, in groups of drafts: each call has its price."""
-        verified, shadows = some(verified, step), some(shadows, step)
-        for seq in verified:
+        for seq in some(verified, step):
             if seq.parents is None:
-                self._judged.add(seq.seq_id, 0, seq.num_accepted, seq.num_drafts, seq.confidence, self.max_k, step)
+                self._judged.add(seq.seq_id, 0, seq.num_accepted, min(seq.num_drafts, self.max_k), seq.confidence, step)
             else:
                 self.breadth.observe(seq.num_drafts / seq.depth)
             for depth, hit, confidence in judged_nodes(seq):
-                self._judged.add(seq.seq_id, depth, depth + hit, depth + 1, (_NAN,) * depth + (confidence,), self.max_k, step)
+                if depth < self.max_k:
+                    self._judged.add(seq.seq_id, depth, depth + hit, depth + 1, (_NAN,) * depth + (confidence,), step)
             if self._depth_matters:
-                self._judged_without.add(seq.seq_id, 0, seq.num_accepted, seq.depth, None, self.max_k, step)
-        for shadow in shadows:
+                self._judged_without.add(seq.seq_id, 0, seq.num_accepted, min(seq.depth, self.max_k), None, step)
+        for shadow in some(shadows, step):
             accepted = shadow.num_verified + shadow.num_confirmed
-            self._judged.add(shadow.seq_id, shadow.num_verified, accepted, shadow.num_drafts, shadow.confidence, self.max_k, step)
+            self._judged.add(shadow.seq_id, shadow.num_verified, accepted, min(shadow.num_drafts, self.max_k), shadow.confidence, step)
         self._judged.teach(self.with_confidence, step)
         self._judged_without.teach(self.without_confidence, step)
 
@@ -246,18 +216,15 @@ class DrafterState:
     def promises_profit(self, step: int, rate: float, num_rows: int) -> bool:
         """What shadow drafts say while it is switched off; a millisecond is worth `rate` tokens."""
         fixed, each, _ = self.prices(step)
-        return self.gain.num_learned >= _NUM_SHADOWS and self.gain.pool > _RETURN * rate * (fixed / num_rows + each)
+        return self.gain.pool > _RETURN * rate * (fixed / num_rows + each)
 
     # -- from one run to the next ---------------------------------------------------------------------------------
 
     def forget(self, live: set[int]) -> None:
         """Drops what is known of requests that are not in `live`, once it is much."""
-        self.gain.forget(live)
-        self.budget.forget(live)
-        for model in (self.with_confidence, self.without_confidence):
-            if model.num_requests > 2 * len(live) + 64:
-                model.forget(live)
-        if len(self.shadows) > 2 * len(live) + 64:
+        if max(len(self.gain), len(self.shadows), self.with_confidence.num_requests) > 2 * len(live) + 64:
+            for part in (self.gain, self.budget, self.with_confidence, self.without_confidence):
+                part.forget(live)
             self.shadows = {seq_id: prices for seq_id, prices in self.shadows.items() if seq_id in live}
 
     def to_json(self) -> dict[str, Any] | None:
@@ -276,16 +243,11 @@ class DrafterState:
         saved = {_FORMER_NAMES.get(name, name): value for name, value in saved.items()}
         gain, depth = float(saved["gain"]), int(saved["depth"])
         if not (np.isfinite(gain) and 1 <= depth <= self.max_k):
-            raise ValueError("what was kept of a drafter is out of range")
+            raise ValueError("what was saved of a drafter is out of range")
         self.with_confidence.load(saved["with_confidence"])
         self.without_confidence.load(saved["without_confidence"])
         self.gain.restart(gain)
         self.depth, self._first_asks = depth, KNOWN_ASKS
-        self._judged.skip_youth()
-        self._judged_without.skip_youth()
-
-
-_FORMER_NAMES = {"worth": "gain", "sighted": "with_confidence", "blind": "without_confidence"}   # in files of earlier versions
 
 
 def judged_nodes(seq: SequenceFeedback) -> list[tuple[int, bool, float]]:
@@ -313,43 +275,30 @@ class _Judged:
     """Judged tokens that were not learned from yet, as columns."""
 
     def __init__(self) -> None:
-        self._num_taught = 0
-        self._clear(0)
+        self._num_learned = 0
+        self._columns: tuple[list[int], list[int], list[float], list[float]] = ([], [], [], [])
+        self._since = 0
 
-    def _clear(self, step: int) -> None:
-        self._seq_ids: list[int] = []
-        self._positions: list[int] = []
-        self._hits: list[float] = []
-        self._confidence: list[float] = []
-        self._since = step
-
-    def skip_youth(self) -> None:
-        """The model knows something from an earlier run."""
-        self._num_taught = _YOUNG
-
-    def add(
-        self, seq_id: int, first: int, num_accepted: int, num_drafts: int, confidence: Sequence[float] | None, max_k: int, step: int
-    ) -> None:
+    def add(self, seq_id: int, first: int, num_accepted: int, num_drafts: int, confidence: Sequence[float] | None, step: int) -> None:
         """Of positions [first, num_drafts) those below `num_accepted` were accepted, the next one was not."""
-        end = min(num_accepted + 1, num_drafts, max_k)
+        end = min(num_accepted + 1, num_drafts)
         count = end - first
         if count <= 0:
             return
-        if not self._hits:
+        seq_ids, positions, hits, stated = self._columns
+        if not hits:
             self._since = step
-        self._seq_ids += [seq_id] * count
-        self._positions += range(first, end)
+        seq_ids += [seq_id] * count
+        positions += range(first, end)
         num_hits = min(end, num_accepted) - first
-        self._hits += [1.0] * num_hits + [0.0] * (count - num_hits)
-        stated = confidence[first:end] if confidence is not None else ()
-        self._confidence += stated
-        self._confidence += [_NAN] * (count - len(stated))
+        hits += [1.0] * num_hits + [0.0] * (count - num_hits)
+        known = confidence[first:end] if confidence is not None else ()
+        stated += [*known, *([_NAN] * (count - len(known)))]
 
     def teach(self, model: AcceptanceModel, step: int) -> None:
-        """When enough has come together, or the first of it has waited long enough."""
-        young = self._num_taught < _YOUNG
-        if not self._hits or (len(self._hits) < (_LEAST_JUDGED if young else _ENOUGH_JUDGED) and 0 <= step - self._since < _LONGEST_WAIT):
-            return
-        self._num_taught += len(self._hits)
-        model.learn(self._seq_ids, np.array(self._positions), np.array(self._hits), np.array(self._confidence, dtype=np.float64))
-        self._clear(step)
+        """When enough has come together, a tenth of all there was, or the first of it has waited long enough."""
+        seq_ids, positions, hits, stated = self._columns
+        if hits and (len(hits) >= min(_GROUP, self._num_learned // 10) or not 0 <= step - self._since < _LONGEST_WAIT):
+            model.learn(seq_ids, np.array(positions), np.array(hits), np.array(stated, dtype=np.float64))
+            self._num_learned += len(hits)
+            self._columns = ([], [], [], [])

@@ -1,4 +1,4 @@
-"""What a step teaches: the drafters' accounts against plain decoding, their acceptance, and what asking them brought."""
+"""What a step teaches: the drafters' accounts against plain decoding, and what asking them brought or would have brought."""
 
 from __future__ import annotations
 
@@ -11,57 +11,51 @@ from headway.control.goodput.drafter_state import DrafterState, some
 from headway.control.goodput.prices import Pricing
 from headway.types import Feedback, SequenceFeedback, ShadowFeedback
 
-Verified = Mapping[str, Sequence[SequenceFeedback]]
+Verified = Mapping[str, Sequence[SequenceFeedback]]   # by drafter
 
 
 def compare(step: Step, feedback: Feedback, verified: Verified, drafters: Sequence[DrafterState], pricing: Pricing) -> list[DrafterState]:
     """The step against a plain one, and each drafter's part in the difference, in plain steps. Those that are switched off by that."""
-    prices = step.prices
-    if not (verified or feedback.drafters):
-        pricing.observe_plain(prices, feedback.step_ms)
-        return []
-    drafting, num_rows = {part.drafter for part in feedback.drafters}, len(feedback.sequences)
-    rest = max(1e-3, feedback.step_ms - sum([part.draft_ms for part in feedback.drafters]))
+    plain_ms, num_rows = step.prices.plain_ms, len(feedback.sequences)
     drafts = {name: sum([seq.num_drafts for seq in mine]) for name, mine in verified.items()}
     accepted = {name: sum([seq.num_accepted for seq in mine]) for name, mine in verified.items()}
     num_drafts = sum(drafts.values())
-    tokens_per_row = 1.0 + sum(accepted.values()) / num_rows
-    pricing.observe(prices, feedback.step_ms, rest, feedback.policy_ms, tokens_per_row, verified=num_drafts > 0)
-    beyond = min(4.0, max(-0.5, rest / prices.plain_ms - 1.0))
+    pricing.observe(step.prices, feedback, 1.0 + sum(accepted.values()) / num_rows, verified=num_drafts > 0)
+    verify_ms = max(1e-3, feedback.step_ms - sum([part.draft_ms for part in feedback.drafters]))
+    beyond = min(4.0, max(-0.5, verify_ms / plain_ms - 1.0))
+    busy = {part.drafter for part in feedback.drafters} | drafts.keys()
     probing = {step.asked[seq_id].name for seq_id in step.probed if seq_id in step.asked}
     switched_off: list[DrafterState] = []
     for drafter in drafters:
         name = drafter.name
         # What a target asks for is no loss of the drafter's, and probes are paid for.
-        if drafter.account.off or step.assignment.behind_slo or name in probing or not (name in drafts or name in drafting):
+        if drafter.account.off or step.assignment.behind_slo or name in probing or name not in busy:
             continue
-        share = drafts.get(name, 0) / max(1, num_drafts)
-        spent = drafter.drafting_ms(feedback) / prices.plain_ms + beyond * share
+        spent = drafter.drafting_ms(feedback) / plain_ms + beyond * drafts.get(name, 0) / max(1, num_drafts)
         if drafter.account.observe(accepted.get(name, 0) / num_rows, spent, num_rows, feedback.step):
             drafter.gain.restart(0.0)
             switched_off.append(drafter)
     return switched_off
 
 
-def learn_shadows(drafter: DrafterState, shadows: Sequence[ShadowFeedback], asked: Mapping[int, DrafterState]) -> tuple[bool, bool]:
-    """(whether to decide anew, whether to probe again at once), by what shadow drafts would have brought.
+def learn_shadows(drafter: DrafterState, shadows: Sequence[ShadowFeedback], asked: Mapping[int, DrafterState]) -> bool:
+    """What shadow drafts would have brought. Whether that is news: then it is decided anew.
 
     asked  by seq_id, who was asked since the last decision
     """
-    decide, again = False, False
+    news = False
     for shadow in shadows:
         gain = drafter.gain_of(shadow)
         if gain is None:
             continue
         if drafter.account.off and gain > 0.0:
-            drafter.budget.grant_another()
-            again = True
+            drafter.budget.grant_probe()
+            news = True
         own = drafter.gain.of(shadow.seq_id)
         another = shadow.seq_id in asked and asked[shadow.seq_id] is not drafter
         drafter.gain.learn(shadow.seq_id, gain, probed=not another)
-        if another and own.raise_to(gain):
-            decide = True
-    return decide or again, again
+        news = (another and own.raise_to(gain)) or news
+    return news
 
 
 def learn_gains(step: Step, feedback: Feedback, costs: CostModel, deciding_ms: float) -> bool:
@@ -74,21 +68,28 @@ def learn_gains(step: Step, feedback: Feedback, costs: CostModel, deciding_ms: f
     num_asked = Counter([drafter.name for drafter in step.asked.values()])
     for seq in some(feedback.sequences, feedback.step):
         asked = step.asked.get(seq.seq_id)
-        if (
-            asked is None or seq.seq_id in step.assignment.behind_slo
-            or (seq.num_proposed > seq.num_drafts == 0 and seq.seq_id in asked.shadows)
-        ):  # fmt: skip
+        unverified = asked is not None and seq.num_proposed > seq.num_drafts == 0 and seq.seq_id in asked.shadows
+        if asked is None or unverified or seq.seq_id in step.assignment.behind_slo:
             continue
         brought = seq.num_accepted - prices.rate * step.verify_ms * seq.num_drafts
         gain = brought - prices.rate * asked.further_ms(num_asked[asked.name], seq.num_proposed)
         probed = seq.seq_id in step.probed
         asked.gain.learn(seq.seq_id, gain, probed=probed)
         if probed and gain > 0.0:
-            asked.budget.found(seq.seq_id)
+            asked.budget.follow(seq.seq_id)
             found = True
+        if asked.is_new:   # `book_new` has counted it
+            continue
         if probed:   # drafting is paid for
-            asked.budget.refund(brought / prices.rate, prices.plain_ms)
+            asked.budget.book(brought / prices.rate / prices.plain_ms)
         elif asked.budget.follows(seq.seq_id):
             price_ms = asked.prices(prices.number)[1] + deciding_ms / len(step.asked)
-            asked.budget.refund(gain / prices.rate - price_ms, prices.plain_ms)
+            asked.budget.book((gain / prices.rate - price_ms) / prices.plain_ms)
     return found
+
+
+def book_new(drafter: DrafterState, step: Step, feedback: Feedback, verified: Sequence[SequenceFeedback]) -> None:
+    """What verifying the drafts of a new drafter has brought and cost. What drafting took is no part of it: it is paid whether they are
+    verified or not, and leaving them out for that would lose them, too."""
+    spent = step.verify_ms * sum([seq.num_drafts for seq in verified]) / step.prices.plain_ms
+    drafter.budget.book(sum([seq.num_accepted for seq in verified]) / max(1, len(feedback.sequences)) - spent)

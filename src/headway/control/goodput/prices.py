@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from headway.control.costs import CostModel
 from headway.control.goodput.drafter_state import DrafterState
-from headway.control.goodput.guard import Mean, Plain
+from headway.control.goodput.guard import Mean, PlainSteps
 from headway.control.policy import BatchView, SequenceView
+from headway.types import Feedback
 
 _SPEEDUP_MEMORY = 100.0  # steps
 _DECIDING_MEMORY = 50.0  # steps
@@ -26,8 +27,7 @@ class StepPrices:
     sequences: list[SequenceView]  # those that decode
     num_context: int
     num_prefill: int               # tokens expected in the same step
-    predicted_ms: float            # of the decoding rows without drafts
-    plain_ms: float                # the same, corrected by measured plain steps
+    plain_ms: float                # of the decoding rows without drafts
     rate: float
     verify_ms: float               # of one more draft
 
@@ -37,11 +37,11 @@ class StepPrices:
 
 
 class Pricing:
-    """Follows the speed-up, what plain steps take, and the policy's own time."""
+    """Follows the speed-up, when plain steps came, and the policy's own time."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._plain = Plain()
+        self._plain = PlainSteps()
         self._speedup = Mean(_SPEEDUP_MEMORY, 1.0, 1.0)
         self._deciding = Mean(_DECIDING_MEMORY)
         self._latest = 0                       # step that was priced
@@ -54,7 +54,7 @@ class Pricing:
     @property
     def wants_plain(self) -> bool:
         """The next step should be a plain one, to measure what that takes."""
-        return self._plain.is_due(self._speedup.value, self._costs.speed)
+        return self._plain.is_due(self._costs.speed)
 
     def skip_to(self, step: int) -> None:
         """Steps in between were not planned: plain ones."""
@@ -66,32 +66,21 @@ class Pricing:
         num_context = sum([seq.num_context for seq in decoding])
         if num_rows < len(view.sequences):
             prefill = min(sum(seq.num_pending for seq in view.sequences if not seq.decoding), max(0, view.token_budget - num_rows))
-        predicted = self._costs.curve(num_rows, num_rows, 0, num_context)[0]
-        more = self._costs.curve(num_rows, 2 * num_rows, 0, num_context)[0]
-        plain_ms = max(1e-3, self._plain.factor * predicted)
+        plain_ms = max(1e-3, self._costs.curve(num_rows, num_rows, 0, num_context)[0])
+        more_ms = self._costs.curve(num_rows, 2 * num_rows, 0, num_context)[0]
         return StepPrices(
-            number=view.step, sequences=decoding, num_context=num_context, num_prefill=prefill,
-            predicted_ms=predicted, plain_ms=plain_ms, rate=max(1.0, self._speedup.value) * num_rows / plain_ms,
-            verify_ms=max(0.0, more - predicted) / num_rows,
+            number=view.step, sequences=decoding, num_context=num_context, num_prefill=prefill, plain_ms=plain_ms,
+            rate=max(1.0, self._speedup.value) * num_rows / plain_ms, verify_ms=max(0.0, more_ms - plain_ms) / num_rows,
         )  # fmt: skip
 
     def observe_unplanned(self) -> None:
         """A step without a decision: a plain one."""
         self._speedup.observe(1.0, 1.0)
 
-    def observe_plain(self, prices: StepPrices, step_ms: float) -> None:
-        """Nobody drafted."""
-        self._plain.observe(step_ms / max(1e-3, prices.predicted_ms), self._costs.speed)
-        self._speedup.observe(prices.plain_ms / step_ms, min(20.0, step_ms / prices.plain_ms))
-
-    def observe(
-        self, prices: StepPrices, step_ms: float, rest_ms: float, policy_ms: float, tokens_per_row: float, *, verified: bool
-    ) -> None:
-        """A step with drafts, of which `rest_ms` were not drafting; whether any draft was verified."""
-        self._deciding.observe(min(policy_ms, 0.1 * prices.plain_ms))
-        if verified:
-            self._plain.passed()
-        else:
-            self._plain.observe(rest_ms / max(1e-3, prices.predicted_ms), self._costs.speed)
-        plain_steps = min(20.0, step_ms / prices.plain_ms)
+    def observe(self, prices: StepPrices, feedback: Feedback, tokens_per_row: float, *, verified: bool) -> None:
+        """A step without prefill; `verified`: some drafts were."""
+        self._plain.observe(self._costs.speed, plain=not verified)
+        plain_steps = min(20.0, feedback.step_ms / prices.plain_ms)
         self._speedup.observe(tokens_per_row / plain_steps, plain_steps)
+        if verified or feedback.drafters:
+            self._deciding.observe(min(feedback.policy_ms, 0.1 * prices.plain_ms))

@@ -40,21 +40,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config import option
-from headway.control.goodput.allocation import FEW
-from headway.control.goodput.assignment import NOBODY, SLOW, Assigner, Assignment
+from headway.control.goodput.assignment import NOBODY, Assigner, Assignment
 from headway.control.goodput.decision import Step
+from headway.control.goodput.draft_length import SLOW
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.exploration import probe
 from headway.control.goodput.gain import RequestGain
-from headway.control.goodput.learning import compare, learn_gains, learn_shadows
+from headway.control.goodput.learning import book_new, compare, learn_gains, learn_shadows
 from headway.control.goodput.prices import Pricing
-from headway.control.goodput.verification import select_few, select_many
+from headway.control.goodput.verification import select
 from headway.control.policy import AdaptivePolicy, BatchView, DrafterView, DraftView, SequenceView, Setup
 from headway.errors import ConfigError
-from headway.types import Choice, Feedback, Forecast, SequenceFeedback, ShadowFeedback
+from headway.types import Choice, Feedback, SequenceFeedback, ShadowFeedback
 
 OBJECTIVES = ("throughput", "latency")
-REST_STEPS = 6           # steps decided at once when nobody is worth asking: then deciding must cost nothing, too
 HOLD_STEPS = 4           # steps for which it stays decided who is asked, while the batch is the same
 _HOPELESS_AFTER = 32     # drafts of a request that is in a hurry, after which
 _HOPELESS = 0.1          # this acceptance is too little to help it
@@ -86,9 +85,8 @@ class Goodput(AdaptivePolicy):
         self._pricing = Pricing(self._costs)
         self._step: Step | None = None
         self._unread: list[tuple[Step | None, Feedback]] = []
-        self._assignment = Assignment([])      # the latest; it holds before the step
-        self._held_until = 0
-        self._rests_until = 0                  # step before which nothing is decided
+        self._assignment = Assignment([])      # the latest
+        self._holds_until = 0                  # step before which it is not decided anew
         self._last: dict[int, int] = {}        # seq_id -> index of the drafter it was given last
         self.reason = "nothing seen yet"
         for name, saved in (setup.learned or {}).items():
@@ -106,7 +104,7 @@ class Goodput(AdaptivePolicy):
     # -- before drafting ------------------------------------------------------------------------------------------
 
     def rests(self, step: int) -> bool:
-        return 0 < self._rests_until - step <= REST_STEPS
+        return not self._assignment.plan and 0 < self._holds_until - step <= HOLD_STEPS
 
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
         self._step, self.forecast = None, None
@@ -115,7 +113,7 @@ class Goodput(AdaptivePolicy):
         if not decoding:
             return {}
         able = [seq for seq in decoding if seq.max_k > 0]
-        holds = [seq.seq_id for seq in able] == self._assignment.ids and 0 < self._held_until - view.step <= HOLD_STEPS
+        holds = [seq.seq_id for seq in able] == self._assignment.ids and 0 < self._holds_until - view.step <= HOLD_STEPS
         if not holds:
             self._read()
         step = self._step = Step(self._pricing.of(view, decoding))
@@ -144,36 +142,28 @@ class Goodput(AdaptivePolicy):
             drafter.set_stops_early(
                 drafter.stepwise and drafter.first_depth is None and prices.pass_ms(drafter) > SLOW * prices.plain_ms
             )
-        for drafter in self._drafters:
-            for seq in able:
-                drafter.gain.of(seq.seq_id)
         self._assignment, owner = Assigner(
             self._drafters, prices, self._costs, self._expected, lambda seq: self._is_behind(seq, prices.plain_ms), self._last,
             self._pricing.deciding_ms,
         ).assign(able)
         step.adopt(self._assignment)
-        self._held_until = prices.number + HOLD_STEPS
-        if any(drafter.is_new for drafter in self._assignment.asked.values()):
-            self._held_until = 0
+        news = any(drafter.is_new for drafter in self._assignment.asked.values())
         self._last.update({seq.seq_id: index for seq, index in zip(able, owner, strict=True) if index != NOBODY})
-        if not self._assignment.plan:
-            self._rests_until = prices.number + REST_STEPS
-        if probe(step, self._drafters, able, owner, self._costs, self._pricing.deciding_ms):
-            self._rests_until = self._held_until = 0
+        news = probe(step, self._drafters, able, owner, self._costs, self._pricing.deciding_ms) or news
+        self._holds_until = 0 if news else prices.number + HOLD_STEPS
 
     def _expected(self, drafter: DrafterState, seq: SequenceView, own: RequestGain, step: int) -> float:
         """Tokens, net of verification, that asking `drafter` for a draft of this request brings."""
         return drafter.gain.predict(own, step)
 
-    def _target(self, seq: SequenceView) -> float:
+    def _target(self, seq: SequenceView) -> float | None:
         """Milliseconds per token that the request may take."""
-        slo = seq.tpot_slo_ms or self.options.tpot_slo_ms
-        return float("inf") if slo is None else slo
+        return seq.tpot_slo_ms or self.options.tpot_slo_ms
 
     def _is_behind(self, seq: SequenceView, plain_ms: float) -> bool:
         """Plain steps take longer than its target, and drafts have helped it or were not tried yet: then they need not pay."""
         hopeless = seq.num_drafts >= _HOPELESS_AFTER and seq.num_accepted < _HOPELESS * seq.num_drafts
-        return self._target(seq) < plain_ms and not hopeless
+        return (self._target(seq) or plain_ms) < plain_ms and not hopeless
 
     # -- while drafting -------------------------------------------------------------------------------------------
 
@@ -183,7 +173,7 @@ class Goodput(AdaptivePolicy):
     def continue_drafting(self, seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
         step = self._step
         assert step is not None
-        return step.stopping_of(step.asked[seq_ids[0]], self._costs).keep(seq_ids, position, confidence)
+        return step.stopping_of(step.asked[seq_ids[0]], self._costs).goes_on(seq_ids, position, confidence)
 
     # -- after drafting -------------------------------------------------------------------------------------------
 
@@ -194,29 +184,10 @@ class Goodput(AdaptivePolicy):
         step = self._step
         if step is None:
             return {}
-        sequences, prices = step.prices.sequences, step.prices
-        sampled = {seq.seq_id for seq in sequences if not seq.greedy}
-        free = [draft for draft in drafts if draft.deterministic or draft.seq_id not in sampled]
-        whole, num_free = sum([draft.length for draft in drafts]), sum([draft.length for draft in free])
-        whole -= num_free
-        num_rows, prefill = len(sequences), prices.num_prefill
-        work = (num_rows + (prefill > 0), num_rows + prefill + whole, prices.num_context + prefill)
-        has_target = self.options.tpot_slo_ms is not None or any(seq.tpot_slo_ms for seq in sequences)
-        if num_free <= FEW and self.options.objective == "throughput" and not has_target:
-            few_ms = self._costs.curve(work[0], work[1], num_free, work[2], prefill)
-            lengths, gained = select_few(free, self._by_name, few_ms, step)
-            none_ms, all_ms = few_ms[0], few_ms[total := sum(lengths.values())]
-        else:
-            many_ms = self._costs.predict(work[0], work[1] + np.arange(num_free + 1), work[2], prefill)
-            slo = np.array([self._target(seq) for seq in sequences]) if has_target else None
-            lengths, gained = select_many(
-                free, self._by_name, many_ms, step, latency=self.options.objective == "latency", slo_ms=slo
-            )
-            none_ms, all_ms = float(many_ms[0]), float(many_ms[total := sum(lengths.values())])
-        if total:
-            step.verified((all_ms - none_ms) / total)
-        extra, drafting_ms = prices.plain_ms - prices.predicted_ms, step.drafting_ms(self._drafters, drafts, self._costs)
-        self.forecast = Forecast(all_ms + extra + drafting_ms, num_rows + gained, prices.plain_ms if whole else none_ms + extra)
+        targets = {seq.seq_id: ms for seq in step.prices.sequences if (ms := self._target(seq)) is not None}
+        lengths, self.forecast = select(
+            step, drafts, self._by_name, self._costs, latency=self.options.objective == "latency", slo_ms=targets
+        )
         return lengths
 
     # -- after the step -------------------------------------------------------------------------------------------
@@ -247,7 +218,7 @@ class Goodput(AdaptivePolicy):
                 verified.setdefault(seq.drafter, []).append(seq)
         if step is not None and feedback.num_prefill_tokens == 0 and 0.0 < feedback.step_ms < float("inf") and feedback.sequences:
             for drafter in compare(step, feedback, verified, self._drafters, self._pricing):
-                self._held_until = 0
+                self._holds_until = 0
                 self.reason = f"{drafter.name} off: it loses {-100.0 * drafter.account.balance.value:.1f} % against plain steps"
         shadows: dict[str, list[ShadowFeedback]] = {}
         for shadow in feedback.shadows:
@@ -255,7 +226,7 @@ class Goodput(AdaptivePolicy):
         for drafter in self._drafters:
             self._learn_drafter(drafter, step, feedback, verified.get(drafter.name, ()), shadows.get(drafter.name, ()))
         if step is not None and learn_gains(step, feedback, self._costs, self._pricing.deciding_ms):
-            self._rests_until = self._held_until = 0
+            self._holds_until = 0
         if feedback.step % 16 == 0:
             self._forget({seq.seq_id for seq in feedback.sequences})
 
@@ -264,14 +235,13 @@ class Goodput(AdaptivePolicy):
         shadows: Sequence[ShadowFeedback],
     ) -> None:
         drafter.judge(verified, shadows, feedback.step)
-        decide, again = learn_shadows(drafter, shadows, self._assignment.asked)
-        self._held_until = 0 if decide else self._held_until
-        self._rests_until = 0 if again else self._rests_until
+        if learn_shadows(drafter, shadows, self._assignment.asked):
+            self._holds_until = 0
         if step is None:
             return
         prices = step.prices
         if drafter.is_new:
-            drafter.book(feedback, verified, step.verify_ms, prices.plain_ms)
+            book_new(drafter, step, feedback, verified)
         if not drafter.account.off:
             self.reason = drafter.report(self._assignment.shares.get(drafter.name, 0.0)) or self.reason
         elif drafter.promises_profit(prices.number, prices.rate, len(prices.sequences)):
