@@ -34,7 +34,7 @@ from record import origin, publish
 import headway.control
 from headway.control.costs import Work
 from headway.control.policies.goodput import Goodput
-from headway.control.trace import read_trace
+from headway.telemetry.trace import read_trace
 from headway.tune import replay
 from headway.types import Feedback
 from tests.closed_loop import DrafterCost, Texture, World, cpu, gpu, run

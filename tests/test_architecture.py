@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60
 
 # Room -> layer. A room may import rooms of lower layers, and itself.
 LAYERS = {
-    "errors": 1, "types": 1, "config": 1, "plugins": 1, "spec_decode_metrics": 1, "vllm_words": 1,
+    "errors": 1, "types": 1, "config": 1, "plugins": 1, "spec_decode_metrics": 1, "vllm_words": 1, "version": 1,
     "control": 2, "native": 2,
     "models": 3, "telemetry": 3,
     "drafters": 4,
@@ -73,6 +73,35 @@ def imported_rooms(path: Path) -> Iterator[tuple[str, int]]:
         top, _, rest = name.partition(".")
         if top == "headway" and rest.partition(".")[0] not in ROOT_NAMES:
             yield rest.partition(".")[0] or "headway", line
+
+
+def module_imports(path: Path, modules: set[str]) -> set[str]:
+    """Modules of the package that the file imports: at its top, in functions, for types."""
+    found = set()
+    for name, _ in imported_modules(path):
+        while name and name not in modules:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {"", "headway", dotted(path)}
+
+
+def test_no_import_circles() -> None:
+    """Whoever reads a module has read what it imports. `import headway` itself loads what it names when it is first used."""
+    modules = {dotted(path) for path in FILES}
+    waiting = {dotted(path): module_imports(path, modules) for path in FILES if dotted(path) != "headway"}
+    while free := [name for name, needs in waiting.items() if not needs & waiting.keys()]:
+        for name in free:
+            del waiting[name]
+    assert not waiting, "these import each other, or what does"
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(short(path))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 NOTHING_HEAVY = """

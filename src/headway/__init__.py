@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.errors import ConfigError, HeadwayError, InvalidRequestError, ModelError, QueueFullError
 from headway.types import Request, RequestSpeculation, SamplingParams
+from headway.version import __version__
 
 if TYPE_CHECKING:
     from headway.engine.engine import Engine
     from headway.llm import LLM, CompletionOutput, RequestOutput
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CompletionOutput",
@@ -29,6 +28,7 @@ __all__ = [
     "RequestSpeculation",
     "SamplingParams",
     "SpeculativeConfig",
+    "__version__",
 ]
 
 _NEED_TORCH = {"Engine": "headway.engine.engine", "LLM": "headway.llm", "CompletionOutput": "headway.llm", "RequestOutput": "headway.llm"}

@@ -14,8 +14,8 @@ import yaml
 from headway.cli.main import main
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, SequenceView
-from headway.control.trace import TraceWriter
 from headway.engine.engine import Engine
+from headway.telemetry.trace import TraceWriter
 from headway.tune import emit
 from headway.tune.plan import Plan, Point, plan
 from headway.tune.source import Source, of_headway, of_vllm

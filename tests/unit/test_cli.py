@@ -337,7 +337,7 @@ def test_exit_codes(
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    from headway import __version__
+    from headway.version import __version__
 
     with pytest.raises(SystemExit, match="0"):
         main.main(["--version"])

@@ -14,9 +14,9 @@ import pytest
 from headway.cli.main import main
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import AdaptivePolicy, BatchView
-from headway.control.trace import Trace, TraceStep, read_trace
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
+from headway.telemetry.trace import Trace, TraceStep, read_trace
 from headway.tune import replay
 from headway.tune.evidence import ENDLESS, HIT, MISS, NONE, Evidence, gather
 from headway.tune.regret import split

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headway.bench.sweep import SweepOptions, cells
-from headway.bench.sweep_budget import READ, Budget, Planned
+from headway.bench.sweep_budget import READ, Planned, TimeBudget
 from headway.bench.workloads import Prompts
 from tests.unit.test_sweep import TINY, Machine, swept
 
@@ -78,14 +78,14 @@ def test_a_sweep_that_goes_on_knows_what_its_cells_take(tmp_path: Path, monkeypa
 
 def test_time_for_the_first_rounds_of_dear_cells_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    budget = Budget(10.0, 0.0, {})
+    budget = TimeBudget(10.0, 0.0, {})
     cheap, dear = planned("chat@1", output_len=10), planned("chat@1", output_len=1000)
     assert budget.forecast(dear) == (0.0, 0.0)   # nothing is known yet: it is tried
     machine.now = 60.0
     budget.learn(cheap, 2, 50.0)   # five seconds a request with its lead-in: 9 of them, 10 s of a first round to come
     assert budget.has_time_for_more(269.0, 60.0, [cheap])   # half of what is left
     assert not budget.has_time_for_more(271.0, 60.0, [cheap])
-    budget = Budget(10.0, 0.0, {"mixed@1": {"concurrency": 1, "s_per_work": 480.0 / 5 / dear.request_work}})
+    budget = TimeBudget(10.0, 0.0, {"mixed@1": {"concurrency": 1, "s_per_work": 480.0 / 5 / dear.request_work}})
     assert sum(budget.forecast(dear)) == pytest.approx(480.0)
     assert budget.has_time_for_more(59.0, 60.0, [dear])
     assert not budget.has_time_for_more(61.0, 60.0, [dear])
@@ -98,7 +98,7 @@ def test_time_for_the_first_rounds_of_dear_cells_is_kept(monkeypatch: pytest.Mon
 def test_a_forecast_is_that_of_the_nearest_concurrency_by_tokens() -> None:
     paces = {name: {"concurrency": int(name.split("@")[1]), "s_per_work": pace} for name, pace in
              (("chat@1", 1.0), ("chat@16", 2.0), ("mixed@16", 3.0), ("chat@64", 9.0))}   # fmt: skip
-    budget = Budget(None, 0.0, paces)
+    budget = TimeBudget(None, 0.0, paces)
     each = planned("code-edit@25", output_len=50)
     assert each.request_work == 50 / 5 + READ * 100
     assert budget.forecast(each) == pytest.approx((25 * 3.0 * each.request_work, (4 + 12) * 3.0 * each.request_work))

@@ -13,9 +13,9 @@ import pytest
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, SequenceView
-from headway.control.trace import Trace, TraceWriter, read_trace
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
+from headway.telemetry.trace import Trace, TraceWriter, read_trace
 from headway.types import DrafterFeedback, Feedback, Forecast, LookupFeedback, Request, SamplingParams, SequenceFeedback, ShadowFeedback
 from tests.tiny import tiny_model_dir
 

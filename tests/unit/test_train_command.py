@@ -13,7 +13,7 @@ from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.train import run as train_run
 from headway.train.options import TrainOptions
-from headway.train.progress import open_progress
+from headway.train.run_record import open_record
 from headway.train.screen import Screen
 from headway.train.trainer import Trainer
 from headway.types import Request, SamplingParams
@@ -73,10 +73,10 @@ def test_interrupted_and_resumed_is_uninterrupted(target: Path, tmp_path: Path, 
 
 def test_a_run_resumes_with_the_same_options_only(target: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    open_progress(tmp_path / "run", options(target, tmp_path)).set("seconds", 1.0)
-    open_progress(tmp_path / "run", options(target, tmp_path, minutes=1.0))
+    open_record(tmp_path / "run", options(target, tmp_path)).set("seconds", 1.0)
+    open_record(tmp_path / "run", options(target, tmp_path, minutes=1.0))
     with pytest.raises(ConfigError, match=r"started with seed=0, now it is 1"):
-        open_progress(tmp_path / "run", options(target, tmp_path, seed=1))
+        open_record(tmp_path / "run", options(target, tmp_path, seed=1))
 
 
 def test_the_time_is_planned(target: Path, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from headway.control.costs import Work
-from headway.control.trace import read_trace
 from headway.errors import ConfigError
 from headway.telemetry.learned_state import LEAST_STEPS, SAVE_BUSY_S, SAVE_IDLE_S
+from headway.telemetry.trace import read_trace
 from headway.vllm import compat
 from headway.vllm.build import Parts, build, refuse_data_parallel
 from headway.vllm.settings import Settings, learned_path

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.control.counters import StepCounters, measurements
+from headway.telemetry.counters import StepCounters, measurements
 from headway.types import Feedback, Forecast, SequenceFeedback
 from headway.vllm.telemetry import INTERVAL_S, Received, Sender, detach
 

@@ -13,8 +13,8 @@ import pytest
 from conftest import NGRAM, REPEATING, Server, flags_of
 
 from headway.bench.scrape import Growth, Scrape
-from headway.control.counters import CHOSEN_K, StepCounters, measurements
-from headway.control.trace import read_trace
+from headway.telemetry.counters import CHOSEN_K, StepCounters, measurements
+from headway.telemetry.trace import read_trace
 
 ORIGINAL = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return width * height * depth\n"
 

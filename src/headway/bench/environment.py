@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from headway import __version__
+from headway.version import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 # The instruction sets that decide how fast a matrix product or an attention kernel can be.

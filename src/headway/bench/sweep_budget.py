@@ -34,7 +34,7 @@ class Planned:
         return written + READ * sum(map(len, self.prompts)) / len(self.prompts)
 
 
-class Budget:
+class TimeBudget:
     """`began`: what `time.perf_counter` said when the command began. `paces` is written to: cell -> concurrency, and seconds per unit of
     work of all engines together."""
 

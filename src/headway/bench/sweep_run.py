@@ -16,7 +16,7 @@ from headway.bench.load import LoadOptions
 from headway.bench.records import Run, hash_outputs
 from headway.bench.recovery import StepLog, recoveries
 from headway.bench.sweep import OFF, Cell, SweepOptions, cells, is_static
-from headway.bench.sweep_budget import Budget, Planned
+from headway.bench.sweep_budget import Planned, TimeBudget
 from headway.bench.workloads import DRIFT_KINDS, Prompts
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
@@ -244,7 +244,7 @@ class Sweep:
         self.results = results
         self.advance = advance
         self.cells = cells(options)
-        self._budget = Budget(options.time_budget, began, results.document["paces"])
+        self._budget = TimeBudget(options.time_budget, began, results.document["paces"])
 
     def run(self) -> None:
         tokenizer = next(iter(self.engines.values())).tokenizer

@@ -13,9 +13,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from headway import __version__
 from headway.cli.flags import Parser, merge_config_file
 from headway.errors import HeadwayError
+from headway.version import __version__
 
 COMMANDS = {
     "serve": "serve a model over an OpenAI-compatible API",

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from headway.control.trace import read_trace
+    from headway.telemetry.trace import read_trace
     from headway.tune import replay
 
     if args.max_k is not None and args.max_k < 1:

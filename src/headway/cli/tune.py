@@ -18,8 +18,8 @@ from headway.config import SpeculativeConfig, option
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.control.trace import Trace
     from headway.engine.engine import Engine
+    from headway.telemetry.trace import Trace
     from headway.tune.emit import File
     from headway.tune.plan import Plan, Point
     from headway.tune.source import Source
@@ -101,7 +101,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _from_traces(options: TuneOptions, concurrencies: list[int], args: argparse.Namespace) -> int:
     """The recorded sequences, so many at a time, with the recorded costs. Raises ConfigError for traces that do not belong together."""
-    from headway.control.trace import read_trace
+    from headway.telemetry.trace import read_trace
     from headway.tune import plan, replay
     from headway.tune.source import of_traces
 
@@ -158,7 +158,7 @@ def _record(engine: Engine, loads: list[LoadOptions], static: SpeculativeConfig)
 def _trace(engine: Engine, load: LoadOptions, speculative: SpeculativeConfig | None, advance: Any) -> Trace:
     """One run, recorded; its warm-up is not."""
     from headway.bench import throughput
-    from headway.control.trace import TraceWriter, read_trace
+    from headway.telemetry.trace import TraceWriter, read_trace
 
     engine.speculate(speculative)
     [prompts] = throughput.prepare(engine, load)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from headway.engine.parts import EngineParts
 from headway.errors import InvalidRequestError
 from headway.types import Request, Sequence
-
-if TYPE_CHECKING:
-    from headway.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +21,7 @@ class Prepared:
     bad_words_token_ids: tuple[tuple[int, ...], ...]
 
 
-def prepare(requests: SequenceOf[Request], engine: Engine) -> list[Prepared]:
+def prepare(requests: SequenceOf[Request], engine: EngineParts) -> list[Prepared]:
     """Checks requests and compiles their parameters, each once, on any thread.
 
     Raises InvalidRequestError when the engine could not serve all of them to their end.
@@ -37,7 +34,7 @@ def prepare(requests: SequenceOf[Request], engine: Engine) -> list[Prepared]:
     return [Prepared(request, bad_words[id(request.params)]) for request in requests]
 
 
-def _validate(request: Request, engine: Engine) -> None:
+def _validate(request: Request, engine: EngineParts) -> None:
     num_prompt, longest = len(request.prompt_token_ids), engine.max_model_len
     vocab_size = engine.model.config.vocab_size
     params = request.params
@@ -61,7 +58,7 @@ def _validate(request: Request, engine: Engine) -> None:
             raise InvalidRequestError(f"{name} holds token id {wrong}; accepted are 0 to {vocab_size - 1}", param=name)
 
 
-def check_length(text: str, engine: Engine) -> None:
+def check_length(text: str, engine: EngineParts) -> None:
     """Raises InvalidRequestError for a prompt that cannot fit the context, without tokenizing it: that would take long for nothing."""
     at_least, longest = engine.tokenizer.min_num_tokens(text), engine.max_model_len
     if at_least >= longest:
@@ -76,7 +73,7 @@ def _too_long(what: str, longest: int) -> InvalidRequestError:
     )
 
 
-def make_sequence(prepared: Prepared, index: int, seq_id: int, seed: int, engine: Engine) -> Sequence:
+def make_sequence(prepared: Prepared, index: int, seq_id: int, seed: int, engine: EngineParts) -> Sequence:
     """The `index`-th continuation of a request, every open value resolved."""
     request, params = prepared.request, prepared.request.params
     num_prompt = len(request.prompt_token_ids)

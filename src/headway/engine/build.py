@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from headway.config import SpeculativeConfig
 from headway.control.costs import CostModel
 from headway.control.policy import Policy, Setup
 from headway.engine import profile
+from headway.engine.parts import EngineParts
 from headway.telemetry.learned_state import UNREADABLE, LearnedState
-
-if TYPE_CHECKING:
-    from headway.engine.engine import Engine
 
 logger = logging.getLogger("headway.learned")
 
 
-def open_learned(engine: Engine) -> LearnedState:
+def open_learned(engine: EngineParts) -> LearnedState:
     """What is kept of this model on this machine, with costs that hold: measured where they are not known."""
     learned = LearnedState(profile.path_of(engine))
     costs = learned.costs
@@ -26,7 +23,7 @@ def open_learned(engine: Engine) -> LearnedState:
     return learned
 
 
-def build_policy(engine: Engine, speculative: SpeculativeConfig, learned: LearnedState | None) -> Policy:
+def build_policy(engine: EngineParts, speculative: SpeculativeConfig, learned: LearnedState | None) -> Policy:
     """The policy of `speculative`, started; with `learned`, on its costs and followed by it."""
     views = engine.proposer.views
     policy: Policy = speculative.build_policy()

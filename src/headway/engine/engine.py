@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway import __version__
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.driver import Driver, OpenStep, RowOutcome, StepOutcome
 from headway.control.policy import BatchView, Plain, Policy
 from headway.control.shadows import Shadows
-from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, Target
 from headway.engine import admission, build, cores, prompt_logprobs
 from headway.engine.admission import Prepared
@@ -33,7 +31,7 @@ from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
 from headway.engine.metrics import EngineMetrics
 from headway.engine.outputs import TextOutput
-from headway.engine.proposing import Proposer
+from headway.engine.proposing import DrafterRunner
 from headway.engine.runner import ForwardOutput, Runner
 from headway.engine.scheduler import Scheduler
 from headway.engine.tokenizer import Tokenizer
@@ -43,6 +41,7 @@ from headway.models.decoder import Decoder
 from headway.models.generation import sampling_defaults
 from headway.models.loader import load_model
 from headway.telemetry.learned_state import LearnedState
+from headway.telemetry.trace import TraceWriter
 from headway.types import (
     Choice,
     Draft,
@@ -55,6 +54,7 @@ from headway.types import (
     StepPlan,
     Verdict,
 )
+from headway.version import __version__
 
 logger = logging.getLogger("headway.engine")
 
@@ -122,7 +122,7 @@ class Engine:
         sampler = SequenceSampler(self.verifier.sampler, self._sequences)
         for drafter in self.drafters.values():
             drafter.load(Target(self.model, self.runner.cache, pool.generations, self.max_model_len, sampler))
-        self.proposer = Proposer(self.drafters, self.scheduler)
+        self.proposer = DrafterRunner(self.drafters, self.scheduler)
         self.drive(self._start_policy(speculative) if speculative else Plain())
 
     def drive(self, policy: Policy) -> None:

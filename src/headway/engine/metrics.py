@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from headway.control.counters import Histogram, StepCounters
+from headway.telemetry.counters import Histogram, StepCounters
 from headway.types import Feedback, OutputDelta, Request
 
 # Upper bounds in seconds; dense where interactive use lives.

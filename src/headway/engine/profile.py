@@ -15,17 +15,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from headway import __version__, native
+from headway import native
 from headway.control.costs import FORMAT, CostModel, Work
+from headway.engine.parts import EngineParts
 from headway.models import hub
 from headway.types import Draft, Request, Row, SamplingParams, Sequence
-
-if TYPE_CHECKING:
-    from headway.engine.engine import Engine
+from headway.version import __version__
 
 BUDGET_S = 3.0            # of measuring; one pass of the smallest size is always made
 MAX_CONTEXT = 8192        # tokens of K/V that a pass touches, so that profiling does not make the whole pool resident
@@ -40,14 +38,14 @@ TOLERANCE = 0.25          # by which the checked sizes may differ from a kept pr
 
 
 
-def measured(engine: Engine) -> CostModel:
+def measured(engine: EngineParts) -> CostModel:
     """A new profile."""
     costs = CostModel()
     costs.learn(_measure(engine, _grid(engine), BUDGET_S))
     return costs
 
 
-def holds(engine: Engine, costs: CostModel) -> bool:
+def holds(engine: EngineParts, costs: CostModel) -> bool:
     """Whether a few passes take what was kept says, but for one common factor: by that `costs` is corrected."""
     factor = _factor(costs, _measure(engine, CHECKED, 0.1 * BUDGET_S))
     if factor is not None:
@@ -55,7 +53,7 @@ def holds(engine: Engine, costs: CostModel) -> bool:
     return factor is not None
 
 
-def path_of(engine: Engine) -> Path:
+def path_of(engine: EngineParts) -> Path:
     """Where the profile of this model on this machine is kept."""
     model = engine.model
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else _cpu_name()
@@ -76,7 +74,7 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
-def _grid(engine: Engine) -> list[tuple[int, int, int]]:
+def _grid(engine: EngineParts) -> list[tuple[int, int, int]]:
     """(sequences, drafts of all, context of each), the smallest first."""
     limits = engine.scheduler
     found = {
@@ -89,7 +87,7 @@ def _grid(engine: Engine) -> list[tuple[int, int, int]]:
     return sorted(found, key=lambda shape: (shape[0] + shape[1], shape))
 
 
-def _measure(engine: Engine, shapes: SequenceOf[tuple[int, int, int]], budget_s: float) -> list[tuple[Work, float]]:
+def _measure(engine: EngineParts, shapes: SequenceOf[tuple[int, int, int]], budget_s: float) -> list[tuple[Work, float]]:
     """Rounds over all shapes until the time is over; the median of a shape's times, the first of several not counted."""
     _pass(engine, *shapes[0])   # weights that were never read yet take their time
     deadline = time.perf_counter() + budget_s
@@ -112,7 +110,7 @@ def _expected(seen: dict[int, tuple[Work, list[float]]], num_tokens: int) -> flo
     return times[-1] * 1e-3 * max(1.0, num_tokens / work.num_tokens)
 
 
-def _pass(engine: Engine, size: int, drafts: int, context: int) -> tuple[Work, float] | None:
+def _pass(engine: EngineParts, size: int, drafts: int, context: int) -> tuple[Work, float] | None:
     """One pass of `size` sequences that share `drafts` drafts; None when it does not fit into the pool."""
     pool, block_size = engine.scheduler.pool, engine.runner.block_size
     longest = -(-drafts // size)

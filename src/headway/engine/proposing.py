@@ -15,7 +15,7 @@ from headway.types import Draft, Row
 logger = logging.getLogger(__name__)
 
 
-class Proposer:
+class DrafterRunner:
     def __init__(self, drafters: Mapping[str, Drafter], scheduler: Scheduler) -> None:
         self._drafters, self._scheduler = drafters, scheduler
         self._asked: dict[int, dict[str, int]] = {}   # seq_id -> drafter -> known tokens when it was last asked

@@ -16,7 +16,6 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from headway import __version__
 from headway.engine.admission import check_length
 from headway.errors import InvalidRequestError
 from headway.server import access, errors, openapi, protocol
@@ -27,6 +26,7 @@ from headway.server.prometheus import EngineCollector, build_registry
 from headway.server.replies import ChatReply, CompletionReply, Reply, TokenNames
 from headway.server.streaming import EventStream, closing, collect, unless_gone
 from headway.types import Request, SamplingParams
+from headway.version import __version__
 
 if TYPE_CHECKING:
     from headway.engine.engine import Engine

@@ -12,10 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from headway.config import SpeculativeConfig
-from headway.control.counters import CHOSEN_K, Histogram, measurements
 from headway.engine.metrics import EngineMetrics
 from headway.server.async_engine import AsyncEngine
 from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.telemetry.counters import CHOSEN_K, Histogram, measurements
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 

@@ -31,7 +31,7 @@ from headway.models.config import read_json
 from headway.train import data
 from headway.train.data import TextFile
 from headway.train.options import TrainOptions
-from headway.train.progress import check, interruptible, open_progress
+from headway.train.run_record import check, interruptible, open_record
 from headway.train.screen import Screen
 from headway.train.trainer import TrainingError
 from headway.types import Draft, Row, Verdict
@@ -47,7 +47,7 @@ FILE = "confidence_head.safetensors"
 def train(options: TrainOptions, command: str, screen: Screen) -> dict[str, float]:
     """Returns what the head reaches on positions never learned. Raises as `run.train` does; the same command goes on where it stopped."""
     out, run = Path(options.out), Path(options.out) / "run"
-    plan = open_progress(run, options)
+    plan = open_record(run, options)
     with interruptible() as stopped:
         path = run / "positions.safetensors"
         if not path.exists():

@@ -24,8 +24,8 @@ from headway.train.initial import average, check_init, keep_init, new_head
 from headway.train.live import NUM_DRAFTS, Live, accept_live
 from headway.train.objective import mean_acceptance_length
 from headway.train.options import TrainOptions
-from headway.train.progress import Progress, check, interruptible, open_progress
 from headway.train.recording import recorded_states
+from headway.train.run_record import RunRecord, check, interruptible, open_record
 from headway.train.screen import Screen
 from headway.train.trainer import Trainer
 
@@ -42,7 +42,7 @@ def train(options: TrainOptions, command: str, screen: Screen) -> Live:
     began = time.monotonic()
     out = Path(options.out)
     run = out / "run"
-    plan = open_progress(run, options)
+    plan = open_record(run, options)
     budget = options.minutes * 60.0
     check_init(options.init)
     init = keep_init(options.init, run)
@@ -147,7 +147,7 @@ def _counts(texts: list[Text], vocab_size: int) -> torch.Tensor:
 class _Spent:
     """Seconds used by all runs so far; written down however this one ends."""
 
-    def __init__(self, plan: Progress, began: float) -> None:
+    def __init__(self, plan: RunRecord, began: float) -> None:
         self.plan, self.began = plan, began
         self.before = float(plan.values.get("seconds", 0.0))
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.control.trace import Trace
+from headway.telemetry.trace import Trace
 from headway.types import SequenceFeedback, ShadowFeedback
 
 UNKNOWN, MISS, HIT, NONE = -1, 0, 1, 2

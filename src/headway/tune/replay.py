@@ -14,9 +14,9 @@ from headway.control.costs import CostModel
 from headway.control.driver import NOBODY, DraftCall, Driver, Proposals, RowOutcome, StepOutcome
 from headway.control.policy import BatchView, DrafterView, Policy, SequenceView, Setup
 from headway.control.shadows import KnownDraft, KnownShadows
-from headway.control.trace import Trace
 from headway.drafters.drafter import DraftRequest, stop_early
 from headway.errors import ConfigError
+from headway.telemetry.trace import Trace
 from headway.tune.evidence import Evidence, Recorded, gather
 from headway.types import Choice, Draft, Feedback
 

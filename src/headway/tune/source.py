@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway import plugins, vllm_words
-from headway.control.trace import Trace
 from headway.errors import ConfigError
+from headway.telemetry.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from typing import Any
 from headway.control.driver import NOBODY, DraftCall, Driver, OpenStep, Proposals, RowOutcome, StepOutcome
 from headway.control.policy import BatchView, DrafterView, Policy, SequenceView
 from headway.control.shadows import Shadows
-from headway.control.trace import TraceWriter
+from headway.telemetry.trace import TraceWriter
 from headway.types import Choice, Draft, ShadowFeedback
 from headway.vllm.counters import Counters
 from headway.vllm.requests import Requests

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway import __version__, vllm_words
+from headway import vllm_words
 from headway.control.costs import CostModel
 from headway.control.policy import DrafterView, Policy, Setup
-from headway.control.trace import TraceWriter
 from headway.errors import ConfigError
 from headway.telemetry.learned_state import UNREADABLE, LearnedState
+from headway.telemetry.trace import TraceWriter
+from headway.version import __version__
 from headway.vllm import compat
 from headway.vllm.adapter import Adapter
 from headway.vllm.counters import Counters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from headway.control.counters import StepCounters
+from headway.telemetry.counters import StepCounters
 
 
 class Counters(StepCounters):

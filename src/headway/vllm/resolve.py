@@ -8,12 +8,10 @@ import importlib
 import io
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headway.vllm import compat
-
-if TYPE_CHECKING:
-    from headway.vllm.check import Facts
+from headway.vllm.facts import Facts
 
 DTYPE_BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from headway.control.counters import CHOSEN_K, K_BUCKETS, Measurement, measurements
+from headway.telemetry.counters import CHOSEN_K, K_BUCKETS, Measurement, measurements
 from headway.vllm.telemetry import Received, detach
 
 LABELS = ("model_name", "engine")

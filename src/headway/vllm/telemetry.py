@@ -20,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.control.counters import Histogram, StepCounters
+from headway.telemetry.counters import Histogram, StepCounters
 
 KEY = "headway:"             # begins the key that carries the growth
 INTERVAL_S = 0.25            # between two of them, while there is work

@@ -15,7 +15,7 @@ from headway.errors import ConfigError
 from headway.train.options import TrainOptions
 
 
-class Progress:
+class RunRecord:
     """run/plan.json: the options it was started with, and decisions that must not change when it is resumed."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class Progress:
 _FREE = {"minutes", "num_threads", "cache_bytes", "out"}
 
 
-def open_progress(run: Path, options: TrainOptions) -> Progress:
+def open_record(run: Path, options: TrainOptions) -> RunRecord:
     run.mkdir(parents=True, exist_ok=True)
     given = {key: value for key, value in dataclasses.asdict(options).items() if key not in _FREE}
     path = run / "plan.json"
@@ -46,7 +46,7 @@ def open_progress(run: Path, options: TrainOptions) -> Progress:
         raise ConfigError(
             f"{run} was started with {key}={values['options'].get(key)!r}, now it is {given[key]!r}; give the same, or another --out"
         )
-    return Progress(path, values)
+    return RunRecord(path, values)
 
 
 @contextmanager
