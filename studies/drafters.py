@@ -79,7 +79,7 @@ class Costs:
     def __init__(self, engine: Engine) -> None:
         self.ms: dict[str, float] = {}
         self.passes: dict[str, int] = {}
-        if engine.policy is not None:
+        if engine.drafters:
             observe = engine.policy.observe
 
             def watched(feedback: Any) -> None:

@@ -8,16 +8,18 @@ and feedback as in the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.control.costs import CostModel, Work
+from headway.control.driver import NOBODY, DraftCall, Driver, OpenStep, Proposals, RowOutcome, StepOutcome
 from headway.control.policies.static import Static
-from headway.control.policy import AdaptivePolicy, BatchView, DrafterView, DraftView, Policy, SequenceView, Setup, hooks_of
+from headway.control.policy import BatchView, DrafterView, Policy, SequenceView, Setup, never_stop
+from headway.control.shadows import KnownDraft, KnownShadows
 from headway.drafters.drafter import DraftRequest, stop_early
-from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, SequenceFeedback, ShadowFeedback
+from headway.types import Choice, Feedback, SequenceFeedback
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,6 @@ class Texture:
     rate: float = 0.8
     told: Callable[[float], float] | None = lambda rate: rate   # the confidence it states for a token of that rate
     rates: tuple[float, ...] = ()   # one of these for each token, where they differ
-
-
-_Draft = tuple[int, int, tuple[float, ...] | None]
-"""(length, how many of them are right, confidence)"""
 
 
 @dataclass(frozen=True)
@@ -94,133 +92,138 @@ class Result:
 
 
 def run(policy: Policy, world: World, steps: int, *, profiled: bool = True, keep: bool = False) -> Result:
-    random = np.random.default_rng(world.seed)
-    costs = CostModel()
-    if profiled:
-        costs.learn(profile(world, random))
-    names = tuple(world.drafters)
-    views = tuple(DrafterView(name, world.deterministic or name in world.copying, world.drafts_ahead, world.stepwise) for name in names)
-    policy.start(Setup(views, world.max_k, costs))
-    hooks = hooks_of(policy)
+    host = _Host(world, profiled)
+    host.start(policy)
     n = world.num_requests
-    context = np.full(n, 300)
-    ids, left, serial = list(range(n)), [0] * n, n
-    if world.request is not None:
-        for i in range(n):
-            context[i], left[i] = world.request(i)
     per_step, per_request = np.zeros((2, steps), int), np.zeros((2, steps, n), int)
     result = Result(np.zeros(steps), *per_step, *per_request, policy, [])
-    asked_at: dict[tuple[str, int], int] = {}
-    for step in range(steps):
-        view = BatchView(
-            step, tuple(
-                SequenceView(seq_id, int(context[i]), 10, True, world.max_k, world.greedy, 0, 0, 0, 1, world.targets.get(i))
-                for i, seq_id in enumerate(ids)
-            ),
-            0, 1000, 4096, names, world.max_k,
-        )  # fmt: skip
-        slots = {seq_id: i for i, seq_id in enumerate(ids)}
-        wishes = {slots[seq_id]: choice for seq_id, choice in policy.plan(view).items()}
-        shadow_wishes = {slots[seq_id]: choice for seq_id, choice in hooks.shadow(view).items()}
-        drafting, drafts, shadows, draft_ms = [], {}, [], 0.0
-        looked: dict[int, list[tuple[str, int, int, int, tuple[float, ...] | None]]] = {}
-        settled: set[int] = set()
-        for name, price in world.drafters.items():
-            ks = {i: look.k for i, c in wishes.items() for look in c.lookups if look.drafter == name}
-            if ks:
-                took = price.fixed + price.each * len(ks) + price.step * max(ks.values())
-                draft_ms += took
-                drafting.append(DrafterFeedback(name, len(ks), max(ks.values()), 0, 0, world.clock(step, took)))
-                for i, k in ks.items():
-                    looked.setdefault(i, []).append((name, k, *_draft(world, random, step, ids[i], name, k)))
-        found = [DraftView(ids[i], name, length, True, told) for i, each in looked.items() for name, _, length, _, told in each if length]
-        taken = hooks.choose_lookup(found, view)
-        for i, each in looked.items():
-            for name, _, length, right, told in each:
-                if taken.get(ids[i]) == name:
-                    settled.add(i)
-                    drafts[i] = name, length, right, told
-                elif length:
-                    shadows.append(ShadowFeedback(ids[i], name, 0, length, right, told))
-        for name, price in world.drafters.items():
-            mine = {i: c.k for i, c in wishes.items() if c.drafter == name and c.k > 0 and i not in settled}
-            watched = {i: c.k for i, c in shadow_wishes.items() if c.drafter == name and i not in mine}
-            if not (mine or watched):
-                continue
-            made = {i: _draft(world, random, step, ids[i], name, k) for i, k in mine.items()}
-            if world.stepwise and hooks.stops_early(name):
-                made = _stopped(hooks, ids, made)
-                mine = {i: draft[0] for i, draft in made.items()}
-            ks = [*mine.values(), *watched.values()]
-            took = price.fixed + price.each * len(ks) + price.step * max(ks)
-            unseen = sum(max(0, int(context[i]) - 1 - asked_at.get((name, ids[i]), 0)) for i in (*mine, *watched))
-            asked_at.update({(name, ids[i]): int(context[i]) for i in (*mine, *watched)})
-            took += price.unseen * unseen
-            draft_ms += took
-            drafting.append(DrafterFeedback(name, len(ks), max(ks), unseen, 0, world.clock(step, took)))
-            drafts.update({i: (name, *draft) for i, draft in made.items()})
-            for i, k in watched.items():
-                length, right, told = _draft(world, random, step, ids[i], name, k)
-                shadows.append(ShadowFeedback(ids[i], name, 0, length, min(right, length), told))
-        free = {i for i in range(n) if world.deterministic or world.greedy or i in settled or drafts.get(i, ("",))[0] in world.copying}
-        views = [DraftView(ids[i], name, length, i in free, told) for i, (name, length, _, told) in drafts.items() if length]
-        lengths = {view.seq_id: view.length for view in views} | dict(policy.select(views, view))
-        sequences = []
-        for i in range(n):
-            name, length, right, told = drafts.get(i, (NO_DRAFT, 0, 0, None))
-            verified = min(length, lengths.get(ids[i], length))
-            accepted = min(right, verified)
-            if accepted == verified < length and (world.deterministic or world.greedy or name in world.copying):
-                shadows.append(ShadowFeedback(ids[i], name, verified, length, min(right, length) - verified, told))
-            k = world.max_k if i in settled else wishes[i].k if i in wishes else 0
-            sure = told[:verified] if told else None
-            if world.breadth > 1 and verified:
-                nodes = verified * world.breadth
-                parents = tuple(-1 if node < world.breadth else node - node % world.breadth - world.breadth for node in range(nodes))
-                path = tuple(range(0, accepted * world.breadth, world.breadth))
-                sequences.append(SequenceFeedback(ids[i], name, k, nodes, nodes, accepted, int(context[i]), None, parents, path))
-            else:
-                sequences.append(SequenceFeedback(ids[i], name, k, length, verified, accepted, int(context[i]), sure))
-            context[i] += accepted + 1
-            result.by_request[step, i], result.k_by_request[step, i] = accepted + 1, verified * world.breadth
-            left[i] -= accepted + 1
-            if world.request is None and context[i] > 900:
-                context[i] = 300
-            elif world.request is not None and left[i] <= 0:
-                ids[i], serial = serial, serial + 1
-                context[i], left[i] = world.request(ids[i])
-        work = Work(n, n + int(result.k_by_request[step].sum()), int(context.sum()))
-        cost = world.later[1] if world.later and step >= world.later[0] else world.cost
-        ms = (cost(work) * float(np.exp(world.noise * random.normal())) + draft_ms) * world.slowdown(step)
-        result.ms[step], result.tokens[step], result.drafts[step] = ms, result.by_request[step].sum(), work.num_tokens - n
-        told_ms = world.clock(step, ms)
-        feedback = Feedback(
-            step, tuple(sequences), 0, work.num_tokens, work.num_context_tokens, world.clock(step, draft_ms), told_ms, told_ms, n,
-            drafters=tuple(drafting), shadows=tuple(shadows), forecast=policy.forecast, reason=policy.reason,
-        )  # fmt: skip
-        policy.observe(feedback)
+    for number in range(steps):
+        feedback = host.step(number, result)
         if keep:
             result.feedback.append(feedback)
     return result
 
 
-def _draft(world: World, random: np.random.Generator, step: int, request: int, name: str, k: int) -> _Draft:
-    texture = world.textures(step, request)[name]
-    length = min(k, texture.length) if random.random() < texture.hit else 0
-    rates = random.choice(texture.rates, length).tolist() if texture.rates else [texture.rate] * length
-    right = int(np.cumprod(random.random(length) < rates).sum())
-    return length, right, tuple([texture.told(rate) for rate in rates]) if texture.told else None
+class _Host:
+    """The world as a host of the driver. Its own time stands still: what a policy decides must not depend on how long that takes."""
+
+    def __init__(self, world: World, profiled: bool) -> None:
+        self.world, self.random = world, np.random.default_rng(world.seed)
+        self.costs = CostModel()
+        if profiled:
+            self.costs.learn(profile(world, self.random))
+        n = world.num_requests
+        self.context = np.full(n, 300)
+        self.ids, self.left, self.serial = list(range(n)), [0] * n, n
+        if world.request is not None:
+            for i in range(n):
+                self.context[i], self.left[i] = world.request(i)
+        self.number, self.draft_ms = 0, 0.0
+        self._asked_at: dict[tuple[str, int], int] = {}
+
+    def start(self, policy: Policy) -> None:
+        world = self.world
+        views = tuple(DrafterView(name, self._copies(name), world.drafts_ahead, world.stepwise) for name in world.drafters)
+        policy.start(Setup(views, world.max_k, self.costs))
+        self.driver = _Driver(world.breadth, policy, views)
+
+    def step(self, number: int, result: Result) -> Feedback:
+        world, context = self.world, self.context
+        self.number, self.draft_ms = number, 0.0
+        view = BatchView(
+            number, tuple(
+                SequenceView(seq_id, int(context[i]), 10, True, world.max_k, world.greedy, 0, 0, 0, 1, world.targets.get(i))
+                for i, seq_id in enumerate(self.ids)
+            ),
+            0, 1000, 4096, tuple(world.drafters), world.max_k,
+        )  # fmt: skip
+        step = self.driver.plan(view)
+        self.driver.draft(step, dict(step.wishes) | {seq_id: NOBODY for seq_id in self.ids if seq_id not in step.wishes}, self.propose)
+        verified = self.driver.select(step)
+        rows, finished = [], []
+        for i, seq_id in enumerate(list(self.ids)):
+            draft = verified.get(seq_id, KnownDraft([]))
+            assert isinstance(draft, KnownDraft)
+            rows.append(RowOutcome(seq_id, int(context[i]), len(draft), draft.num_right))
+            self._write(i, draft.num_right + 1, finished)
+            result.by_request[number, i], result.k_by_request[number, i] = draft.num_right + 1, len(draft) * world.breadth
+        ms, work = self._time(int(result.k_by_request[number].sum()))
+        result.ms[number], result.tokens[number], result.drafts[number] = ms, result.by_request[number].sum(), work.num_tokens - len(rows)
+        seen_ms = world.clock(number, ms)
+        outcome = StepOutcome(
+            number, rows, work.num_tokens, 0, work.num_context_tokens, len(rows), 0, world.clock(number, self.draft_ms), seen_ms, seen_ms,
+            finished,
+        )  # fmt: skip
+        return self.driver.observe(step, outcome)
+
+    def propose(self, call: DraftCall) -> Proposals:
+        price = self.world.drafters[call.drafter]
+        drafts = {seq_id: self._draft(seq_id, call, k) for seq_id, k in call.ks.items()}
+        ks = call.ks
+        if self.world.stepwise and call.continue_drafting is not never_stop and not call.is_lookup:
+            requests = [DraftRequest(seq_id, [], 0, len(draft), True) for seq_id, draft in drafts.items()]
+            drafts = dict(zip(drafts, stop_early(requests, list(drafts.values()), call.continue_drafting), strict=True))
+            ks = {seq_id: len(draft) for seq_id, draft in drafts.items()}
+        shadows = {seq_id: self._draft(seq_id, call, k) for seq_id, k in call.shadow_ks.items()}
+        asked = [*ks.values(), *call.shadow_ks.values()]
+        took = price.fixed + price.each * len(asked) + price.step * max(asked)
+        num_catch_up = 0 if call.is_lookup else sum(self._catch_up(seq_id, call.drafter) for seq_id in (*call.ks, *call.shadow_ks))
+        took += price.unseen * num_catch_up
+        self.draft_ms += took
+        return Proposals(drafts, shadows, self.world.clock(self.number, took), num_catch_up)
+
+    def _catch_up(self, seq_id: int, drafter: str) -> int:
+        num_context = int(self.context[self.ids.index(seq_id)])
+        seen, self._asked_at[drafter, seq_id] = self._asked_at.get((drafter, seq_id), 0), num_context
+        return max(0, num_context - 1 - seen)
+
+    def _copies(self, name: str) -> bool:
+        return self.world.deterministic or name in self.world.copying
+
+    def _draft(self, seq_id: int, call: DraftCall, k: int) -> KnownDraft:
+        texture = self.world.textures(self.number, seq_id)[call.drafter]
+        random = self.random
+        length = min(k, texture.length) if random.random() < texture.hit else 0
+        rates = random.choice(texture.rates, length).tolist() if texture.rates else [texture.rate] * length
+        right = int(np.cumprod(random.random(length) < rates).sum())
+        confidence = [texture.told(rate) for rate in rates] if texture.told else None
+        sampled = not (self._copies(call.drafter) or self.world.greedy or call.is_lookup)
+        return KnownDraft([0] * length, sampled or None, confidence, None, right)
+
+    def _write(self, i: int, num_tokens: int, finished: list[int]) -> None:
+        self.context[i] += num_tokens
+        self.left[i] -= num_tokens
+        if self.world.request is None and self.context[i] > 900:
+            self.context[i] = 300
+        elif self.world.request is not None and self.left[i] <= 0:
+            finished.append(self.ids[i])
+            self.ids[i], self.serial = self.serial, self.serial + 1
+            self.context[i], self.left[i] = self.world.request(self.ids[i])
+
+    def _time(self, num_drafts: int) -> tuple[float, Work]:
+        """Milliseconds of the step, and what it computed."""
+        world, n = self.world, self.world.num_requests
+        work = Work(n, n + num_drafts, int(self.context.sum()))
+        cost = world.later[1] if world.later and self.number >= world.later[0] else world.cost
+        noise = float(np.exp(world.noise * self.random.normal()))
+        return (cost(work) * noise + self.draft_ms) * world.slowdown(self.number), work
 
 
-def _stopped(policy: AdaptivePolicy, ids: Sequence[int], drafts: dict[int, _Draft]) -> dict[int, _Draft]:
-    """Each draft up to where the policy stopped it."""
-    requests = [DraftRequest(ids[i], [], 0, length, True) for i, (length, _, _) in drafts.items()]
-    made = [Draft([0] * length, confidence=list(told) if told else None) for length, _, told in drafts.values()]
-    kept = [len(draft) for draft in stop_early(requests, made, policy.continue_drafting)]
-    return {
-        i: (length, min(right, length), told[:length] if told else None)
-        for length, (i, (_, right, told)) in zip(kept, drafts.items(), strict=True)
-    }
+class _Driver(Driver):
+    """Reports a chain as a tree of `breadth` nodes at each depth, of which the first is continued."""
+
+    def __init__(self, breadth: int, policy: Policy, drafters: Sequence[DrafterView]) -> None:
+        super().__init__(policy, drafters, KnownShadows(), clock=lambda: 0.0)
+        self.breadth = breadth
+
+    def _row(self, step: OpenStep | None, row: RowOutcome) -> SequenceFeedback:
+        seq, breadth = super()._row(step, row), self.breadth
+        if breadth == 1 or not seq.num_drafts:
+            return seq
+        nodes = seq.num_drafts * breadth
+        parents = tuple(-1 if node < breadth else node - node % breadth - breadth for node in range(nodes))
+        path = tuple(range(0, seq.num_accepted * breadth, breadth))
+        return replace(seq, num_proposed=nodes, num_drafts=nodes, confidence=None, parents=parents, path=path)
 
 
 def profile(world: World, random: np.random.Generator) -> list[tuple[Work, float]]:

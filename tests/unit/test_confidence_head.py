@@ -94,7 +94,8 @@ def test_a_drafter_with_a_head_tells_the_policy_the_head_s_estimate(method: str,
         **({"draft_sample_method": "probabilistic"} if method == "draft_model" else {}),
     })  # fmt: skip
     engine = Engine(EngineConfig(model=str(target), dtype="float32", device="cpu", max_model_len=128, speculative=speculative))
-    engine.policy = rule = Rule()
+    rule = Rule()
+    engine.drive(rule)
     for i in range(4):
         params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=20, ignore_eos=True)
         engine.add(Request(f"r{i}", list(range(5 + i, 30 + i)), params))

@@ -131,7 +131,7 @@ def test_drafts_are_the_network_s_own_batched_and_with_different_lengths(target:
 
 def test_after_pauses(target: Path, noisy: Path) -> None:
     engine, plain = with_draft(target, noisy), build(target, None)
-    engine.policy = Pauses()
+    engine.drive(Pauses())
     witness = Witness(engine)
     requests = [request(i, max_tokens=60) for i in range(3)]
     assert write(engine, requests) == write(plain, requests)
@@ -218,7 +218,7 @@ def test_the_policy_is_asked_position_by_position_and_honoured(target: Path, noi
             assert ((confidence > 0.0) & (confidence <= 1.0)).all()
             return np.array([position < seq_id for seq_id in seq_ids])
 
-    engine.policy = Stops()
+    engine.drive(Stops())
     witness = Witness(engine)
     write(engine, [request(i, max_tokens=12) for i in range(3)])
     assert asked[:3] == [(0, [0, 1, 2]), (1, [1, 2]), (2, [2])]

@@ -46,7 +46,6 @@ def test_each_request_is_told_what_its_steps_took_against_plain_ones(tmp_path: P
         model=str(tiny_model_dir(tmp_path)), dtype="float32", kv_cache_memory_bytes=1 << 22,
         speculative=SpeculativeConfig.parse({"method": "ngram", "policy": "static"}),
     ))  # fmt: skip
-    assert engine.policy is not None
     engine.policy.forecast = Forecast(step_ms=1.0, num_tokens=1.0, plain_ms=250.0)
     engine.add(Request("r", list(PROMPT), SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)))
     [last] = [delta for _ in range(60) if engine.has_work() for delta in engine.step() if delta.finished]

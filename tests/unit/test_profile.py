@@ -48,7 +48,6 @@ def build(model_dir: Path, policy: str = "tests.unit.test_profile:Asks", **optio
 
 
 def costs_of(engine: Engine) -> CostModel:
-    assert engine.policy is not None
     setup: Setup = engine.policy.setup   # type: ignore[attr-defined]
     return setup.costs
 

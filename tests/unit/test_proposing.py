@@ -86,7 +86,8 @@ def engine(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: py
 @pytest.mark.parametrize("hog", [0, 11], ids=["roomy", "preempted"])
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_plain_decoding(engine: Engine, model_dir: Path, sampled: bool, hog: int) -> None:
-    policy = engine.policy = Lookups(next(iter(engine.drafters)))
+    policy = Lookups(next(iter(engine.drafters)))
+    engine.drive(policy)
     assert write(engine, sampled, hog) == write(build(model_dir, None), sampled)
     verified = {seq.drafter for feedback in policy.feedback for seq in feedback.sequences if seq.num_drafts}
     assert verified >= {policy.dear, "suffix"}
@@ -95,7 +96,8 @@ def test_the_text_is_that_of_plain_decoding(engine: Engine, model_dir: Path, sam
 
 def test_each_step_tells_who_drafted_for_whom(engine: Engine) -> None:
     dear = next(iter(engine.drafters))
-    policy = engine.policy = Lookups(dear)
+    policy = Lookups(dear)
+    engine.drive(policy)
     write(engine, sampled=False)
     for feedback in policy.feedback:
         asked = {part.drafter: part.num_rows for part in feedback.drafters}
@@ -129,7 +131,8 @@ class Halting(Lookups):
 @pytest.mark.parametrize("stops_early", [False, True])
 def test_a_policy_that_stops_early_is_asked_and_pays_for_what_was_drafted(engine: Engine, model_dir: Path, stops_early: bool) -> None:
     drafter = next(iter(engine.drafters.values()))
-    policy = engine.policy = Halting(drafter.name, stops_early)
+    policy = Halting(drafter.name, stops_early)
+    engine.drive(policy)
     assert write(engine, sampled=False) == write(build(model_dir, None), sampled=False)
     assert set(policy.asked) == ({0, 1} if stops_early else set())
     passes = {part.num_steps for feedback in policy.feedback for part in feedback.drafters}
@@ -139,7 +142,8 @@ def test_a_policy_that_stops_early_is_asked_and_pays_for_what_was_drafted(engine
 
 def test_lookups_alone(model_dir: Path) -> None:
     engine = build(model_dir, ["suffix", "ngram"])
-    policy = engine.policy = Lookups("none", 0)
+    policy = Lookups("none", 0)
+    engine.drive(policy)
     assert write(engine, sampled=False) == write(build(model_dir, None), sampled=False)
     assert {seq.drafter for feedback in policy.feedback for seq in feedback.sequences} == {"suffix", "ngram", "none"}
 

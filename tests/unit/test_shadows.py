@@ -20,15 +20,20 @@ def make(tokens: list[int]) -> Seq:
     return Seq(7, Request("r", [1], SamplingParams()), 0, 0, frozenset(), frozenset(), (), 99, list(tokens), 1)
 
 
+def begin(tokens: list[int]) -> tuple[Shadows, Seq]:
+    seq = make(tokens)
+    return Shadows({7: seq}), seq
+
+
 def write(shadows: Shadows, seq: Seq, *tokens: int) -> tuple[ShadowFeedback, ...]:
     seq.token_ids += tokens
-    shadows.compare(seq)
+    shadows.compare(7)
     return shadows.resolved()
 
 
 def test_judged_where_the_target_differs() -> None:
-    shadows, seq = Shadows(), make([1, 2, 3])
-    shadows.add(seq, "ngram", Draft([4, 5, 6, 7], confidence=[0.9, 0.8, 0.7, 0.6]), 0)
+    shadows, seq = begin([1, 2, 3])
+    shadows.add(7, "ngram", Draft([4, 5, 6, 7], confidence=[0.9, 0.8, 0.7, 0.6]), 0)
     assert shadows.waits(7, "ngram")
     assert write(shadows, seq, 4) == ()
     assert write(shadows, seq, 5, 9) == (ShadowFeedback(7, "ngram", 0, 4, 2, (0.9, 0.8, 0.7, 0.6), 3),)
@@ -37,51 +42,44 @@ def test_judged_where_the_target_differs() -> None:
 
 
 def test_a_draft_that_held_to_its_end() -> None:
-    shadows, seq = Shadows(), make([1])
-    shadows.add(seq, "ngram", Draft([4, 5]), 0)
+    shadows, seq = begin([1])
+    shadows.add(7, "ngram", Draft([4, 5]), 0)
     assert write(shadows, seq, 4, 5, 6) == (ShadowFeedback(7, "ngram", 0, 2, 2, num_context=1),)
 
 
 def test_the_tail_counts_only_after_its_head_was_accepted() -> None:
-    shadows, seq = Shadows(), make([1])
-    shadows.add(seq, "ngram", Draft([4, 5, 6]), 1)
+    shadows, seq = begin([1])
+    shadows.add(7, "ngram", Draft([4, 5, 6]), 1)
     assert write(shadows, seq, 4, 5) == ()
     assert write(shadows, seq, 9) == (ShadowFeedback(7, "ngram", 1, 3, 1, num_context=1),)
-    shadows.add(seq, "ngram", Draft([4, 5, 6]), 1)
+    shadows.add(7, "ngram", Draft([4, 5, 6]), 1)
     assert write(shadows, seq, 8) == ()
     assert not shadows.waits(7, "ngram")
 
 
 def test_an_ended_sequence_cuts_the_draft() -> None:
-    shadows, seq = Shadows(), make([1])
-    shadows.add(seq, "ngram", Draft([4, 5, 6]), 0)
-    shadows.add(seq, "suffix", Draft([9]), 0)
+    shadows, seq = begin([1])
+    shadows.add(7, "ngram", Draft([4, 5, 6]), 0)
+    shadows.add(7, "suffix", Draft([9]), 0)
     assert write(shadows, seq, 4) == (ShadowFeedback(7, "suffix", 0, 1, 0, num_context=1),)
     shadows.stop(7)
     assert shadows.resolved() == (ShadowFeedback(7, "ngram", 0, 1, 1, num_context=1),)
-    shadows.add(seq, "ngram", Draft([4]), 0)
+    shadows.add(7, "ngram", Draft([4]), 0)
     shadows.stop(7)   # nothing was written: nothing to say
     assert shadows.resolved() == ()
 
 
 def test_nothing_to_propose_is_an_answer() -> None:
-    shadows, seq = Shadows(), make([1])
-    shadows.add(seq, "ngram", Draft([]), 0)
+    shadows, _ = begin([1])
+    shadows.add(7, "ngram", Draft([]), 0)
     assert not shadows.waits(7, "ngram")
     assert shadows.resolved() == (ShadowFeedback(7, "ngram", 0, 0, 0, num_context=1),)
 
 
 def test_sampled_drafts_are_not_shadowed() -> None:
-    shadows, seq = Shadows(), make([1])
-    shadows.add(seq, "eagle", Draft([4], probs=torch.ones(1, 8) / 8), 0)
+    shadows, seq = begin([1])
+    shadows.add(7, "eagle", Draft([4], probs=torch.ones(1, 8) / 8), 0)
     assert write(shadows, seq, 4) == ()
-
-
-def test_catching_up_is_counted() -> None:
-    shadows = Shadows()
-    assert [shadows.catch_up("ngram", 1, n) for n in (101, 102, 110)] == [100, 0, 7]
-    shadows.stop(1)
-    assert shadows.catch_up("ngram", 1, 11) == 10
 
 
 class Watch(AdaptivePolicy):

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from headway.control.costs import CostModel
-from headway.control.policy import AdaptivePolicy, BatchView, DraftView, Policy
+from headway.control.policy import AdaptivePolicy, BatchView, DrafterView, DraftView, Policy, Setup
 from headway.types import Choice, Feedback
-from headway.vllm.adapter import Adapter
-from headway.vllm.chooser import QUIET, REST, SHADOWS, Chooser
+from headway.vllm.adapter import QUIET, REST, SHADOWS, Adapter
 from headway.vllm.counters import Counters
 from headway.vllm.proposer import ScoredDraft
 
@@ -77,7 +76,9 @@ class Engine:
         self.max_model_len, self.max_num_running_reqs, self.max_num_scheduled_tokens = 200, 8, 64
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(get_num_free_blocks=lambda: 7))
         self.counters = Counters("recorder", "ngram", max_k)
-        self.adapter = Adapter(self, Chooser(policy, "ngram", max_k, CostModel()), self.counters, copies=copies, clock=lambda: self.now)
+        drafter = DrafterView("ngram", True, drafts_ahead=True)
+        policy.start(Setup((drafter,), max_k, CostModel()))
+        self.adapter = Adapter(self, policy, drafter, max_k, self.counters, copies=copies, clock=lambda: self.now)
         self.num_to_draft = 0
 
     def add(self, *requests: Any) -> None:
@@ -208,9 +209,10 @@ def test_aborted_and_finished_requests_leave_nothing_behind() -> None:
         engine.update(output, {f"b{turn}": [9]})
         engine.finish(f"b{turn}")
         engine.update(engine.schedule(), {})
-    assert not engine.adapter._requests
+    assert not engine.adapter.requests
+    assert not engine.adapter.requests.by_seq_id
     assert not engine.adapter._flights
-    assert not engine.adapter.chooser.shadows._live
+    assert not engine.adapter.shadows._live
     assert len(policy.feedback) == len(policy.views)
 
 

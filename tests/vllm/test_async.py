@@ -121,7 +121,7 @@ def test_an_error_in_the_controller_leaves_vllm_at_work(loop: Loop) -> None:
     for i in range(6):
         loop.scheduler.add_request(make(f"r{i}", 40, 60))
         loop.turn()
-    loop.scheduler._adapter.chooser.place = fail
+    loop.scheduler._adapter.driver.plan = fail
     loop.drain()
     assert loop.scheduler._parts.counters.num_errors == 1
     assert sum(loop.written.values()) == 6 * 60

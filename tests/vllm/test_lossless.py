@@ -50,7 +50,7 @@ def check_counters(llm: Any, num_tokens: int) -> None:
     assert counters.num_verified_drafts == sum(drafts * rows for (_, drafts, _, _), rows in counters.verified.items())
     assert accepted > 0, "nothing was ever accepted: the test proves nothing"
     assert not adapter._flights
-    assert len(adapter._requests) <= len(scheduler.requests) + 1
+    assert len(adapter.requests) <= len(scheduler.requests) + 1
 
 
 @pytest.fixture(scope="module")
@@ -154,11 +154,11 @@ def test_aborts_between_steps(offline: Offline) -> None:
     scheduler = scheduler_of(llm)
     assert (scheduler._parts.counters.num_errors, scheduler._parts.counters.off) == (0, "")
     assert written(llm, ["One, two,"])
-    assert len(scheduler._adapter._requests) <= 1
-    assert len(scheduler._adapter.chooser.shadows._live) <= 1
+    assert len(scheduler._adapter.requests) <= 1
+    assert len(scheduler._adapter.shadows._live) <= 1
 
 
-@pytest.mark.parametrize("broken", ["trim", "observe"])
+@pytest.mark.parametrize("broken", ["plan", "observe"])
 def test_an_error_in_the_controller_costs_speed_and_not_text(
     offline: Offline, plain: list[list[int]], broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,7 +170,7 @@ def test_an_error_in_the_controller_costs_speed_and_not_text(
         calls.append(args)
         raise RuntimeError("on purpose")
 
-    setattr(scheduler._adapter.chooser, broken, fail)
+    setattr(scheduler._adapter.driver, broken, fail)
     assert written(llm, prompts()) == plain
     counters = scheduler._parts.counters
     assert len(calls) == counters.num_errors == 1

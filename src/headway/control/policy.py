@@ -13,7 +13,7 @@ tests/unit/test_anticipation.py shows what happens to the output distribution wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -129,6 +129,15 @@ class Policy(ABC):
         return {}
 
 
+ContinueDrafting = Callable[[Sequence[int], int, NDArray[np.float64]], NDArray[np.bool_]]
+"""`AdaptivePolicy.continue_drafting`: (seq_ids, position, confidence [n]) -> which go on drafting behind that position."""
+
+
+def never_stop(seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """The `ContinueDrafting` that lets every draft go on."""
+    return np.ones(len(seq_ids), dtype=np.bool_)
+
+
 class AdaptivePolicy(Policy):
     """A policy with a say in more of the step. The defaults of its hooks do what is done for every other policy."""
 
@@ -165,14 +174,16 @@ class AdaptivePolicy(Policy):
 
         confidence  [n] the drafter's prefix-only confidence at that position, NaN when it has none
         """
-        return np.ones(len(seq_ids), dtype=np.bool_)
+        return never_stop(seq_ids, position, confidence)
 
 
-class _Defaults(AdaptivePolicy):
+class Plain(AdaptivePolicy):
+    """Nobody drafts. Its hooks are the defaults."""
+
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
         return {}
 
 
 def hooks_of(policy: Policy) -> AdaptivePolicy:
     """Where to call the hooks of `AdaptivePolicy`: the policy itself when it is one, else their defaults."""
-    return policy if isinstance(policy, AdaptivePolicy) else _Defaults()
+    return policy if isinstance(policy, AdaptivePolicy) else Plain()

@@ -6,7 +6,7 @@ What a drafter needs is declared as class data; the engine reads the declaration
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.control.policy import ContinueDrafting as ContinueDrafting
+from headway.control.policy import never_stop as never_stop
 from headway.types import Draft
 
 if TYPE_CHECKING:
@@ -23,10 +25,6 @@ if TYPE_CHECKING:
     from headway.models.attention import KVCache
     from headway.models.config import ModelConfig
     from headway.models.decoder import Decoder
-
-ContinueDrafting = Callable[[Sequence[int], int, NDArray[np.float64]], NDArray[np.bool_]]
-"""`AdaptivePolicy.continue_drafting`: (seq_ids, position, confidence [n]) -> which go on drafting behind that position."""
-
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
@@ -186,11 +184,6 @@ class Drafter(ABC):
     def stop(self, seq_id: int) -> None:
         """The sequence finished or was aborted: forget it. Unknown ids are fine (it may never have drafted)."""
         return
-
-
-def never_stop(seq_ids: Sequence[int], position: int, confidence: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """The `ContinueDrafting` that lets every draft go on."""
-    return np.ones(len(seq_ids), dtype=np.bool_)
 
 
 def stop_early(requests: Sequence[DraftRequest], drafts: list[Draft], continue_drafting: ContinueDrafting) -> list[Draft]:

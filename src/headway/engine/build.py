@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headway.config import SpeculativeConfig
 from headway.control.costs import CostModel
-from headway.control.policy import DrafterView, Policy, Setup
+from headway.control.policy import Policy, Setup
 from headway.engine import profile
 from headway.telemetry.learned_state import UNREADABLE, LearnedState
 
@@ -28,7 +28,7 @@ def open_learned(engine: Engine) -> LearnedState:
 
 def build_policy(engine: Engine, speculative: SpeculativeConfig, learned: LearnedState | None) -> Policy:
     """The policy of `speculative`, started; with `learned`, on its costs and followed by it."""
-    views = tuple(DrafterView(name, drafter.deterministic, stepwise=drafter.stepwise) for name, drafter in engine.drafters.items())
+    views = engine.proposer.views
     policy: Policy = speculative.build_policy()
     if learned is None or learned.costs is None or not policy.needs_costs:
         policy.start(Setup(views, engine.scheduler.max_k, CostModel()))

@@ -11,9 +11,9 @@ import logging
 import random
 import time
 import weakref
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from headway import __version__
 from headway.config import EngineConfig, SpeculativeConfig
-from headway.control.policy import BatchView, Policy, hooks_of
+from headway.control.driver import Driver, OpenStep, RowOutcome, StepOutcome
+from headway.control.policy import BatchView, Plain, Policy
 from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
 from headway.drafters.drafter import Committed, Target
@@ -32,7 +33,7 @@ from headway.engine.kv_cache import BlockPool
 from headway.engine.memory import plan_memory
 from headway.engine.metrics import EngineMetrics
 from headway.engine.outputs import TextOutput
-from headway.engine.proposing import Proposed, Proposer, view_of
+from headway.engine.proposing import Proposer
 from headway.engine.runner import ForwardOutput, Runner
 from headway.engine.scheduler import Scheduler
 from headway.engine.tokenizer import Tokenizer
@@ -50,7 +51,6 @@ from headway.types import (
     Request,
     Row,
     Sequence,
-    SequenceFeedback,
     Status,
     StepPlan,
     Verdict,
@@ -67,7 +67,6 @@ class _Clock:
     scheduled: float = 0.0
     drafted: float = 0.0
     verified: float = 0.0
-    deciding: float = 0.0   # spent in the policy, in seconds
 
 
 class Engine:
@@ -123,10 +122,16 @@ class Engine:
         sampler = SequenceSampler(self.verifier.sampler, self._sequences)
         for drafter in self.drafters.values():
             drafter.load(Target(self.model, self.runner.cache, pool.generations, self.max_model_len, sampler))
-        self._shadows = Shadows()
-        self.proposer = Proposer(self.drafters, self.scheduler, self._shadows)
-        self._observe_s = 0.0   # the policy's time after the step before
-        self.policy = self._start_policy(speculative) if speculative else None
+        self.proposer = Proposer(self.drafters, self.scheduler)
+        self.drive(self._start_policy(speculative) if speculative else Plain())
+
+    def drive(self, policy: Policy) -> None:
+        """From now on `policy`, which is started already, decides."""
+        self.driver = Driver(policy, self.proposer.views, Shadows(self._sequences))
+
+    @property
+    def policy(self) -> Policy:
+        return self.driver.policy
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -180,62 +185,35 @@ class Engine:
     def step(self) -> list[OutputDelta]:
         """One step over everything that can run; returns what it added to each sequence that wrote."""
         clock = _Clock(time.perf_counter())
-        view = self.scheduler.view()
-        wishes, shadow_wishes = self._plan(view, clock)
-        plan = self.scheduler.schedule(wishes)
+        step = self.driver.plan(self.scheduler.view())
+        plan = self.scheduler.schedule(step.wishes)
         if not plan.rows:
             return []
         clock.scheduled = time.perf_counter()
         self.scheduler.reserve(plan.rows)
-        proposed = self.proposer.propose(plan.rows, self.policy, view, shadow_wishes)
-        clock.deciding += proposed.deciding_s
-        drafts = self._select(plan.rows, proposed.drafts, view, clock)
+        drafts = self._draft(step, plan.rows)
         clock.drafted = time.perf_counter()
         out = self.runner.forward(plan.rows, drafts)
         verdicts = self._verify(out, plan.rows, drafts)
         clock.verified = time.perf_counter()
-        prefill = sum(row.length for row in plan.rows if not row.seq.is_decoding)
-        context = sum(row.start + row.length for row in plan.rows)
+        num_prefill_tokens = sum(row.length for row in plan.rows if not row.seq.is_decoding)
         deltas = self._commit(out, plan.rows, drafts, verdicts)
-        feedback = self._feedback(plan, proposed, drafts, verdicts, clock, out.num_tokens, prefill, context)
-        if self.policy:
-            began = time.perf_counter()
-            self.policy.observe(feedback)
-            self._observe_s = time.perf_counter() - began
-        self.metrics.observe_step(feedback, deltas, len(plan.preempted))
-        if feedback.forecast and feedback.num_prefill_tokens == 0:
-            for row, seq in zip(plan.rows, feedback.sequences, strict=True):
-                row.seq.stats.compare(feedback.step_ms, feedback.forecast.plain_ms, seq.num_accepted)
-        if self.trace:
-            self.trace.write(view, feedback)
-        self._observe_load()
-        if self._learned is not None and not self.scheduler.has_work():
-            self._learned.save_now_and_then(idle=True)
+        outcome = self._outcome(plan, drafts, verdicts, clock, out.num_tokens, num_prefill_tokens)
+        feedback = self.driver.observe(step, outcome)
+        for row in plan.rows:
+            if row.seq.status is Status.FINISHED:
+                self._forget(row.seq)
+        self._report(step.view, plan, feedback, deltas)
         return deltas
 
-    def _plan(self, view: BatchView, clock: _Clock) -> tuple[Mapping[int, Choice], Mapping[int, Choice]]:
-        """The policy's wishes: drafts to verify, and drafts only to be compared with what the target writes."""
-        if self.policy is None:
-            return {}, {}
-        began = time.perf_counter()
-        wishes, shadow_wishes = self.policy.plan(view), hooks_of(self.policy).shadow(view)
-        clock.deciding += time.perf_counter() - began
-        return wishes, shadow_wishes
-
-    def _select(self, rows: SequenceOf[Row], drafts: list[Draft | None], view: BatchView, clock: _Clock) -> list[Draft | None]:
-        """The policy's batch-wide trim to what is worth verifying; what it trims is shadowed."""
-        views = [view_of(row, row.drafter, draft) for row, draft in zip(rows, drafts, strict=True) if draft is not None]
-        if not views or self.policy is None:
-            return drafts
-        began = time.perf_counter()
-        lengths = self.policy.select(views, view)
-        clock.deciding += time.perf_counter() - began
-        kept = list(drafts)
-        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            if draft is not None and (length := max(0, lengths.get(row.seq.seq_id, len(draft)))) < len(draft):
-                self._shadows.add(row.seq, row.drafter, draft, length)
-                kept[i] = draft.truncated(length) if length else None
-        return kept
+    def _draft(self, step: OpenStep, rows: SequenceOf[Row]) -> list[Draft | None]:
+        """By row, the draft that is to be verified."""
+        if step.wishes or step.shadow_wishes:
+            decoding = {row.seq.seq_id: row for row in rows if row.seq.is_decoding}
+            granted = {seq_id: Choice(row.drafter, row.k, row.lookups) for seq_id, row in decoding.items()}
+            self.driver.draft(step, granted, partial(self.proposer.propose, decoding))
+        drafts = self.driver.select(step)
+        return [drafts.get(row.seq.seq_id) for row in rows]
 
     def _verify(self, out: ForwardOutput, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None]) -> list[Verdict | None]:
         """A verdict for each row that samples, None for a prefill chunk that does not reach its end."""
@@ -247,8 +225,7 @@ class Engine:
         self, out: ForwardOutput, rows: SequenceOf[Row], drafts: SequenceOf[Draft | None], verdicts: SequenceOf[Verdict | None]
     ) -> list[OutputDelta]:
         deltas = []
-        kept: list[tuple[Row, int, SequenceOf[int], int]] = []   # (row, new tokens, accepted drafts among them, offset in the pass)
-        finished: list[Sequence] = []
+        written: list[tuple[Row, int, SequenceOf[int], int]] = []   # (row, new tokens, accepted drafts among them, offset in the pass)
         self.runner.compact(rows, verdicts)
         for row, draft, verdict, offset in zip(rows, drafts, verdicts, out.offsets, strict=True):
             seq = row.seq
@@ -266,22 +243,16 @@ class Engine:
                 delta = self._fail(seq)
             if delta is not None:
                 deltas.append(delta)
-            if seq.status is Status.FINISHED:
-                finished.append(seq)
             if self.drafters:
-                if verdict is not None:
-                    self._shadows.compare(seq)
-                kept.append((row, num_new, verdict.accepted(num_new) if verdict else range(0), offset))
+                written.append((row, num_new, verdict.accepted(num_new) if verdict else range(0), offset))
         alike: list[Committed] | None = None   # for drafters that want no hidden states
         for drafter in self.drafters.values():
             if drafter.hidden_layers:
                 layers = [out.layers[self.runner.hidden_layers.index(layer)] for layer in drafter.hidden_layers]
-                drafter.commit([_committed(*what, layers) for what in kept])
+                drafter.commit([_committed(*what, layers) for what in written])
             elif drafter.reads_commits:
-                alike = alike if alike is not None else [_committed(*what, ()) for what in kept]
+                alike = alike if alike is not None else [_committed(*what, ()) for what in written]
                 drafter.commit(alike)
-        for seq in finished:
-            self._forget(seq)
         return deltas
 
     def _write(self, row: Row, draft: Draft | None, verdict: Verdict, num_committed: int) -> OutputDelta:
@@ -324,50 +295,39 @@ class Engine:
         self.scheduler.finish(seq, "error")
         return OutputDelta(seq.request.request_id, seq.index, [], [], finish_reason="error", num_cached=seq.num_cached, stats=seq.stats)
 
-    def _feedback(
-        self,
-        plan: StepPlan,
-        proposed: Proposed,
-        drafts: SequenceOf[Draft | None],
-        verdicts: SequenceOf[Verdict | None],
-        clock: _Clock,
-        num_tokens: int,
+    def _outcome(
+        self, plan: StepPlan, drafts: SequenceOf[Draft | None], verdicts: SequenceOf[Verdict | None], clock: _Clock, num_tokens: int,
         num_prefill_tokens: int,
-        num_context_tokens: int,
-    ) -> Feedback:
-        return Feedback(
+    ) -> StepOutcome:
+        return StepOutcome(
             step=self.scheduler.num_steps,
-            sequences=tuple(
-                SequenceFeedback(
-                    row.seq.seq_id,
-                    row.drafter,
-                    row.k,
-                    len(before) if before else 0,
-                    len(draft) if draft else 0,
-                    verdict.num_accepted,
-                    row.start + row.length,
-                    tuple(draft.confidence) if draft and draft.confidence else None,
-                    draft.parents if draft else None,
-                    verdict.path,
-                )
-                for row, before, draft, verdict in zip(plan.rows, proposed.drafts, drafts, verdicts, strict=True)
+            rows=[
+                RowOutcome(row.seq.seq_id, row.start + row.length, len(draft) if draft else 0, verdict.num_accepted, verdict.path)
+                for row, draft, verdict in zip(plan.rows, drafts, verdicts, strict=True)
                 if verdict is not None
-            ),
-            num_prefill_tokens=num_prefill_tokens,
+            ],
             num_tokens=num_tokens,
-            num_context_tokens=num_context_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+            num_context_tokens=sum(row.start + row.length for row in plan.rows),
+            num_rows=len(plan.rows),
+            num_waiting=plan.num_waiting,
             draft_ms=(clock.drafted - clock.scheduled) * 1e3,
             verify_ms=(clock.verified - clock.drafted) * 1e3,
             step_ms=(time.perf_counter() - clock.start) * 1e3,
-            num_rows=len(plan.rows),
-            num_waiting=plan.num_waiting,
-            policy_ms=(clock.deciding + self._observe_s) * 1e3,
-            drafters=tuple(proposed.drafting),
-            shadows=self._shadows.resolved(),
-            lookups=tuple(proposed.lookups),
-            forecast=self.policy.forecast if self.policy else None,
-            reason=self.policy.reason if self.policy else "",
+            finished=[row.seq.seq_id for row in plan.rows if row.seq.status is Status.FINISHED],
         )
+
+    def _report(self, view: BatchView, plan: StepPlan, feedback: Feedback, deltas: list[OutputDelta]) -> None:
+        """The step in counters, statistics of requests and trace."""
+        self.metrics.observe_step(feedback, deltas, len(plan.preempted))
+        if feedback.forecast and feedback.num_prefill_tokens == 0:
+            for row, seq in zip(plan.rows, feedback.sequences, strict=True):
+                row.seq.stats.compare(feedback.step_ms, feedback.forecast.plain_ms, seq.num_accepted)
+        if self.trace:
+            self.trace.write(view, feedback)
+        self._observe_load()
+        if self._learned is not None and not self.scheduler.has_work():
+            self._learned.save_now_and_then(idle=True)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -402,16 +362,12 @@ class Engine:
 
     def _forget(self, seq: Sequence) -> None:
         del self._texts[seq.seq_id], self._sequences[seq.seq_id]
-        self._shadows.stop(seq.seq_id)
+        self.driver.stop(seq.seq_id)
+        self.proposer.stop(seq.seq_id)
         request_id = seq.request.request_id
         if all(s.status is Status.FINISHED for s in self.requests.get(request_id, ())):
             self.requests.pop(request_id, None)
             self._prompt_logprobs.pop(request_id, None)
-        for name, drafter in self.drafters.items():
-            try:
-                drafter.stop(seq.seq_id)
-            except Exception:   # what a drafter remembers of one sequence is nobody else's loss
-                logger.exception("the drafter %s did not let go of a sequence", name)
 
     def _observe_load(self) -> None:
         pool = self.scheduler.pool

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from headway.control.costs import CostModel
-from headway.control.policy import BatchView, DrafterView, DraftView, Policy, SequenceView, Setup, hooks_of
+from headway.control.driver import NOBODY, DraftCall, Driver, Proposals, RowOutcome, StepOutcome
+from headway.control.policy import BatchView, DrafterView, Policy, SequenceView, Setup
+from headway.control.shadows import KnownDraft, KnownShadows
 from headway.control.trace import Trace
-from headway.drafters.drafter import DraftRequest, never_stop, stop_early
+from headway.drafters.drafter import DraftRequest, stop_early
 from headway.errors import ConfigError
 from headway.tune.evidence import Evidence, Recorded, gather
-from headway.types import NO_DRAFT, Choice, Draft, DrafterFeedback, Feedback, LookupFeedback, SequenceFeedback, ShadowFeedback
+from headway.types import Choice, Draft, Feedback
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 DEFAULT_BUDGET = 512
@@ -148,6 +151,27 @@ class _Live:
     def decoding(self) -> bool:
         return self.position > 0
 
+    @property
+    def finished(self) -> bool:
+        return self.position >= self.record.num_output
+
+    def prefill(self, most: int) -> int:
+        """Reads up to so many tokens of its prompt; returns how many."""
+        num_tokens = min(self.prefill_left, most)
+        self.prefill_left -= num_tokens
+        return num_tokens
+
+    def write(self, num_drafts: int, num_accepted: int) -> int:
+        """Writes the accepted drafts and one more token; returns how many tokens there was room for."""
+        num_tokens = min(num_accepted + 1, self.record.num_output - self.position)
+        self.position += num_tokens
+        self.num_drafts += num_drafts
+        self.num_accepted += num_accepted
+        return num_tokens
+
+
+_NOTHING = KnownDraft([])
+
 
 def run(
     policy: Policy, world: World, observe: Callable[[Feedback], None] = lambda feedback: None, costs: CostModel | None = None
@@ -155,6 +179,7 @@ def run(
     """Decides the whole trace by `policy`; `observe` sees every step's feedback. `costs`: what the policy knows of them, else all."""
     views = tuple(DrafterView(name, True) for name in world.evidence.drafters)
     policy.start(Setup(views, world.max_k, costs or world.fresh_costs()))
+    driver = Driver(policy, views, KnownShadows(), clock=lambda: 0.0)   # deciding takes no time here
     waiting = list(world.evidence.sequences)[::-1]
     live: list[_Live] = []
     out = Outcome()
@@ -162,53 +187,35 @@ def run(
         while waiting and (len(live) < min(waiting[-1].num_in_flight, world.max_num_seqs) or not live):
             record = waiting.pop()
             live.append(_Live(record, max(1, round(record.num_prompt * world.evidence.prefill_share))))
-        feedback = _step(policy, world, live, len(waiting), out)
-        policy.observe(feedback)
-        observe(feedback)
-        live = [seq for seq in live if seq.position < seq.record.num_output]
+        observe(_step(driver, world, live, len(waiting), out))
+        live = [seq for seq in live if not seq.finished]
     return out
 
 
-def _step(policy: Policy, world: World, live: list[_Live], num_waiting: int, out: Outcome) -> Feedback:
+def _step(driver: Driver, world: World, live: list[_Live], num_waiting: int, out: Outcome) -> Feedback:
     view = BatchView(out.num_steps, tuple(_view(seq, world.max_k) for seq in live), num_waiting, 1 << 20, world.token_budget,
                      world.evidence.drafters, world.max_k)
-    decoding = [seq for seq in live if seq.decoding]
-    before = [seq.num_context for seq in decoding]
-    wishes, watched = policy.plan(view), hooks_of(policy).shadow(view)
+    decoding = {seq.record.seq_id: seq for seq in live if seq.decoding}
+    step = driver.plan(view)
     prefill, sampled = _prefill(live, world.token_budget - len(decoding))
-    drafts, drafting, shadows, looks = _look(policy, world, view, decoding, wishes)
-    asked, made = _draft(policy, world, [seq for seq in decoding if seq.record.seq_id not in drafts], wishes, watched)
-    drafts, drafting = drafts | asked, drafting + made
-    verified = _select(policy, view, drafts)
-    shadows += _shadows(decoding, watched, wishes)
-    sequences = []
-    for seq, num_context in zip(decoding, before, strict=True):
-        drafter, k, length, right, confidence = drafts.get(seq.record.seq_id, (NO_DRAFT, 0, 0, 0, None))
-        num_drafts = min(length, verified.get(seq.record.seq_id, length))
-        num_accepted = min(right, num_drafts)
-        if num_accepted == num_drafts < length:
-            confirmed = min(right, length) - num_drafts
-            shadows.append(ShadowFeedback(seq.record.seq_id, drafter, num_drafts, length, confirmed, confidence))
-        sequences.append(SequenceFeedback(
-            seq.record.seq_id, drafter, k, length, num_drafts, num_accepted, num_context, confidence[:num_drafts] if confidence else None
-        ))
-        _count(out, num_drafts, num_accepted, _write(seq, num_accepted))
-        seq.num_drafts += num_drafts
-        seq.num_accepted += num_accepted
-    for seq in sampled:
-        sequences.append(SequenceFeedback(seq.record.seq_id, NO_DRAFT, 0, 0, 0, 0, seq.record.num_prompt))
-        _count(out, 0, 0, _write(seq, 0))
-    num_tokens = len(decoding) + prefill + sum(seq.num_drafts for seq in sequences)
-    num_rows = len(live)
-    context = sum(before) + sum(seq.record.num_prompt for seq in live) - sum(seq.record.num_prompt for seq in decoding)
-    draft_ms = sum(part.draft_ms for part in drafting)
-    rest = float(world.costs.predict(num_rows, num_tokens, context, prefill))
+    driver.draft(step, {seq_id: step.wishes.get(seq_id, NOBODY) for seq_id in decoding}, partial(_propose, world, decoding))
+    verified = driver.select(step)
+    context = sum(seq.num_context for seq in live)
+    rows = []
+    for seq in (*decoding.values(), *sampled):
+        draft = verified.get(seq.record.seq_id, _NOTHING)
+        assert isinstance(draft, KnownDraft)
+        rows.append(RowOutcome(seq.record.seq_id, seq.num_context, len(draft), draft.num_right))
+        _count(out, len(draft), draft.num_right, seq.write(len(draft), draft.num_right))
+    num_tokens = len(decoding) + prefill + sum(row.num_drafts for row in rows)
+    draft_ms = sum(part.draft_ms for part in step.drafters)
+    rest = float(world.costs.predict(len(live), num_tokens, context, prefill))
     out.ms += rest + draft_ms
     out.num_steps += 1
-    return Feedback(
-        out.num_steps, tuple(sequences), prefill, num_tokens, context, draft_ms, rest, rest + draft_ms, num_rows, num_waiting,
-        drafters=tuple(drafting), shadows=tuple(shadows), lookups=tuple(looks), forecast=policy.forecast, reason=policy.reason,
-    )
+    return driver.observe(step, StepOutcome(
+        out.num_steps, rows, num_tokens, prefill, context, len(live), num_waiting, draft_ms, rest, rest + draft_ms,
+        [seq.record.seq_id for seq in live if seq.finished],
+    ))  # fmt: skip
 
 
 def _view(seq: _Live, max_k: int) -> SequenceView:
@@ -224,111 +231,30 @@ def _prefill(live: Sequence[_Live], budget: int) -> tuple[int, list[_Live]]:
     total, done = 0, []
     for seq in live:
         if not seq.decoding and total < budget:
-            chunk = min(seq.prefill_left, budget - total)
-            seq.prefill_left -= chunk
-            total += chunk
+            total += seq.prefill(budget - total)
             if seq.prefill_left == 0:
                 done.append(seq)
     return total, done
 
 
-_Proposal = tuple[str, int, int, int, tuple[float, ...] | None]   # drafter, k, length, right, confidence
+def _propose(world: World, decoding: Mapping[int, _Live], call: DraftCall) -> Proposals:
+    """What the drafter proposes, by the trace, and what that costs. Drafting times of a trace have catching up in them."""
+    drafts = {seq_id: _draft(decoding[seq_id], call.drafter, k) for seq_id, k in call.ks.items()}
+    if not call.is_lookup:
+        requests = [DraftRequest(seq_id, [], decoding[seq_id].record.num_prompt, k, True) for seq_id, k in call.ks.items()]
+        drafts = dict(zip(drafts, stop_early(requests, list(drafts.values()), call.continue_drafting), strict=True))
+    shadows = {
+        seq_id: _draft(decoding[seq_id], call.drafter, k) for seq_id, k in call.shadow_ks.items()
+        if call.drafter in decoding[seq_id].record.drafts
+    }  # fmt: skip
+    ks = [*call.ks.values(), *call.shadow_ks.values()]
+    return Proposals(drafts, shadows, world.costs.predict_draft(call.drafter, len(ks), max(ks)))
 
 
-def _look(
-    policy: Policy, world: World, view: BatchView, decoding: Sequence[_Live], wishes: Mapping[int, Choice]
-) -> tuple[dict[int, _Proposal], list[DrafterFeedback], list[ShadowFeedback], list[LookupFeedback]]:
-    """Lookups: the drafts that were chosen, what they cost, those that were not chosen, judged, and the record of these."""
-    looks: dict[int, dict[str, _Proposal]] = {}
-    costs = []
-    for name in world.evidence.drafters:
-        ks = {seq.record.seq_id: look.k for seq in decoding for look in _lookups(wishes, seq) if look.drafter == name and look.k > 0}
-        for seq in decoding:
-            if (k := ks.get(seq.record.seq_id)) is not None:
-                looks.setdefault(seq.record.seq_id, {})[name] = _proposal(seq, name, k)
-        if ks:
-            draft_ms = world.costs.predict_draft(name, len(ks), max(ks.values()))
-            costs.append(DrafterFeedback(name, len(ks), max(ks.values()), 0, sum(looks[seq_id][name][2] for seq_id in ks), draft_ms))
-    if not looks:
-        return {}, [], [], []
-    found = [(seq_id, each) for seq_id, mine in looks.items() for each in mine.values() if each[2]]
-    views = [DraftView(seq_id, name, length, True, told) for seq_id, (name, _, length, _, told) in found]
-    taken = hooks_of(policy).choose_lookup(views, view)
-    drafts = {seq_id: mine[taken[seq_id]] for seq_id, mine in looks.items() if taken.get(seq_id) in mine}
-    left = [(seq_id, each) for seq_id, mine in looks.items() for each in mine.values() if drafts.get(seq_id) is not each]
-    judged = [ShadowFeedback(seq_id, name, 0, length, right, told) for seq_id, (name, _, length, right, told) in left if length]
-    return drafts, costs, judged, [LookupFeedback(seq_id, name, k, length) for seq_id, (name, k, length, _, _) in left]
-
-
-def _lookups(wishes: Mapping[int, Choice], seq: _Live) -> tuple[Choice, ...]:
-    choice = wishes.get(seq.record.seq_id)
-    return () if choice is None else choice.lookups
-
-
-def _proposal(seq: _Live, name: str, k: int) -> _Proposal:
-    length, right = seq.record.drafts[name].draft(seq.position, k)
-    told = _confidence(seq, name, length)
-    return name, k, length, right, tuple(told) if told is not None else None
-
-
-def _draft(
-    policy: Policy, world: World, decoding: Sequence[_Live], wishes: Mapping[int, Choice], watched: Mapping[int, Choice]
-) -> tuple[dict[int, _Proposal], list[DrafterFeedback]]:
-    """What each drafter that is asked proposes, and what that costs."""
-    found: dict[int, _Proposal] = {}
-    costs, hooks = [], hooks_of(policy)
-    for name in world.evidence.drafters:
-        mine = [seq for seq in decoding if _asks(wishes, seq, name)]
-        others = [seq for seq in decoding if _asks(watched, seq, name) and seq not in mine]
-        if not mine and not others:
-            continue
-        requests, drafts = [], []
-        for seq in mine:
-            k = wishes[seq.record.seq_id].k
-            length, _ = seq.record.drafts[name].draft(seq.position, k)
-            requests.append(DraftRequest(seq.record.seq_id, [], seq.record.num_prompt, k, True))
-            drafts.append(Draft([0] * length, confidence=_confidence(seq, name, length)))
-        drafts = stop_early(requests, drafts, hooks.continue_drafting if hooks.stops_early(name) else never_stop)
-        for seq, request, draft in zip(mine, requests, drafts, strict=True):
-            _, right = seq.record.drafts[name].draft(seq.position, request.k)
-            confidence = tuple(draft.confidence) if draft.confidence is not None else None
-            found[request.seq_id] = (name, request.k, len(draft), min(right, len(draft)), confidence)
-        ks = [request.k for request in requests] + [watched[seq.record.seq_id].k for seq in others]
-        draft_ms = world.costs.predict_draft(name, len(ks), max(ks))
-        costs.append(DrafterFeedback(name, len(ks), max(ks), 0, sum(map(len, drafts)), draft_ms))
-    return found, costs
-
-
-def _asks(wishes: Mapping[int, Choice], seq: _Live, drafter: str) -> bool:
-    choice = wishes.get(seq.record.seq_id)
-    return choice is not None and choice.drafter == drafter and choice.k > 0
-
-
-def _confidence(seq: _Live, drafter: str, length: int) -> list[float] | None:
-    """That of the draft which began here in the trace, its last value repeated when this one is longer; None when none began here."""
-    told = seq.record.drafts[drafter].confidence.get(seq.position)
-    return None if not told else [told[min(i, len(told) - 1)] for i in range(length)]
-
-
-def _select(policy: Policy, view: BatchView, drafts: Mapping[int, _Proposal]) -> Mapping[int, int]:
-    views = [DraftView(seq_id, name, length, True, told) for seq_id, (name, _, length, _, told) in drafts.items() if length]
-    return policy.select(views, view) if views else {}
-
-
-def _shadows(decoding: Sequence[_Live], watched: Mapping[int, Choice], wishes: Mapping[int, Choice]) -> list[ShadowFeedback]:
-    """Shadow drafts, judged at once: what the target writes is known."""
-    found = []
-    for seq in decoding:
-        choice = watched.get(seq.record.seq_id)
-        if choice is not None and choice.k > 0 and not _asks(wishes, seq, choice.drafter) and choice.drafter in seq.record.drafts:
-            length, right = seq.record.drafts[choice.drafter].draft(seq.position, choice.k)
-            told = _confidence(seq, choice.drafter, length)
-            found.append(ShadowFeedback(seq.record.seq_id, choice.drafter, 0, length, right, tuple(told) if told else None))
-    return found
-
-
-def _write(seq: _Live, num_accepted: int) -> int:
-    """Tokens that the sequence keeps."""
-    kept = min(num_accepted + 1, seq.record.num_output - seq.position)
-    seq.position += kept
-    return kept
+def _draft(seq: _Live, drafter: str, k: int) -> Draft:
+    """The confidence is that of the draft which began here in the trace, its last value repeated when this one is longer."""
+    known = seq.record.drafts[drafter]
+    length, right = known.draft(seq.position, k)
+    told = known.confidence.get(seq.position)
+    confidence = [told[min(i, len(told) - 1)] for i in range(length)] if told else None
+    return KnownDraft([0] * length, None, confidence, None, right)

@@ -3,7 +3,7 @@
     vllm serve MODEL --scheduler-cls headway.vllm.Scheduler --speculative-config '{"method": "ngram", ...}'
     vllm serve MODEL --speculative-config '{"method": "custom_class", "model": "headway.vllm.Proposer", ...}'   (and the scheduler, or not)
 
-`settings.py` is what a user may say, `chooser.py` what decides (no vLLM in it), `scheduler.py` and `proposer.py` what vLLM loads,
+`settings.py` is what a user may say, `adapter.py` what decides (no vLLM in it), `scheduler.py` and `proposer.py` what vLLM loads,
 `counters.py` how the numbers reach the process that serves /metrics.
 """
 

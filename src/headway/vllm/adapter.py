@@ -1,6 +1,14 @@
-"""Between vLLM's scheduler and the chooser: requests become views, lengths become spec_token_ids, outputs become outcomes.
+"""vLLM's scheduler as a host of the driver: its requests become views, lengths become spec_token_ids, its outputs become outcomes.
 
-Knows vLLM's records by their attributes only and imports none of it. One step, as vLLM's engine core runs it:
+vLLM drafts at the end of a step what the next step verifies. Two ways to decide follow from that:
+
+    trim    (sync scheduling) the drafts are there when the next step is scheduled. The policy plans and selects over them as it does in
+            the embedded engine; what it does not verify is compared with what the target writes later, at no cost.
+    place   (async scheduling) the drafts stay on the device and only their number is chosen, before they are drawn. Steps overlap: a
+            choice is held until its outcome is known, and only that outcome is shown to the policy.
+
+In both, whether a draft is verified depends on what was known before it was drawn, or the draft is a function of its prefix: lossless by
+the rule of control/policy.py. One step, as vLLM's engine core runs it:
 
     before_schedule()                 sync: trims each request's drafts to what is worth verifying
     after_schedule(output)            notes what runs
@@ -12,26 +20,34 @@ Knows vLLM's records by their attributes only and imports none of it. One step, 
 
 from __future__ import annotations
 
-import itertools
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from headway.control.policy import SequenceView
+from headway.control.driver import NOBODY, DraftCall, Driver, OpenStep, Proposals, RowOutcome, StepOutcome
+from headway.control.policy import BatchView, DrafterView, Policy, SequenceView
+from headway.control.shadows import Shadows
 from headway.control.trace import TraceWriter
-from headway.errors import InvalidRequestError
-from headway.types import Draft
-from headway.vllm.chooser import Chooser, Decision, Load, RowOutcome, StepOutcome, Tracked
+from headway.types import Choice, Draft, ShadowFeedback
 from headway.vllm.counters import Counters
-from headway.vllm.evidence import History
-from headway.vllm.settings import RequestSettings
+from headway.vllm.requests import Requests
 
-logger = logging.getLogger("vllm.headway")
+PROBE_EVERY = 16     # choices between two requests that are drafted for although speculation is off (place)
+QUIET = 16           # choices in a row without a draft worth verifying, after which drafts are made in one step of REST only (trim)
+REST = 4
+SHADOWS = 16         # drafts compared per step, in turns: a large batch has more evidence than the policy takes
 
-GREEDY = 1e-5    # temperature below which vLLM samples greedily
+
+@dataclass(slots=True)
+class Decision:
+    """What was chosen for one step, until its outcome is known. lengths: seq_id -> drafts to verify."""
+
+    step: OpenStep
+    lengths: dict[int, int]
+    probed: int | None = None   # verified although the policy wished for a shadow draft only
 
 
 @dataclass(slots=True)
@@ -43,26 +59,25 @@ class _Flight:
     rested: bool = False      # nothing was drafted for it, nothing decided
 
 
-@dataclass(slots=True)
-class _Request(Tracked):
-    settings: RequestSettings = field(default_factory=RequestSettings)
-    history: History | None = None
-
-
 class Adapter:
-    """`scheduler` is vLLM's, with our hooks. `copies`: drafts are copied from the request's own text. `clock` in seconds."""
+    """One policy for one scheduler of vLLM, whose thread owns this. `copies`: drafts are copied from the request's own text."""
 
     def __init__(
-        self, scheduler: Any, chooser: Chooser, counters: Counters, *, trace: TraceWriter | None = None,
-        copies: bool = False, clock: Callable[[], float] = time.perf_counter,
+        self, scheduler: Any, policy: Policy, drafter: DrafterView, max_k: int, counters: Counters, *,
+        trace: TraceWriter | None = None, copies: bool = False, clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._scheduler, self.chooser, self.counters = scheduler, chooser, counters
-        self._trace, self._copies, self._clock = trace, copies, clock
-        self._requests: dict[str, _Request] = {}
-        self._seq_ids = itertools.count()
+        """`policy`: started for this drafter and `max_k`."""
+        self.requests = Requests(scheduler, drafter.name, max_k, counters, copies)
+        self.shadows = _AheadShadows(self.requests.by_seq_id)
+        self.driver = Driver(policy, (drafter,), self.shadows)
+        self.drafter, self.max_k, self.counters = drafter.name, max_k, counters
+        self._scheduler, self._trace, self._clock = scheduler, trace, clock
         self._flights: deque[_Flight] = deque()
+        self._step = 0
+        self._num_quiet = self._num_placed = 0
         self._decision: Decision | None = None      # for the step about to be scheduled
-        self._rests = False                         # that step
+        self._held: Decision | None = None          # place: in force, its outcome not known yet
+        self._rests = False                         # the step about to be scheduled
         self._lengths: dict[int, int] = {}          # of the latest decision
         self._outcome: tuple[_Flight, StepOutcome] | None = None
         self._mark: float | None = None             # when the step before ended; None: nothing ran
@@ -72,8 +87,8 @@ class Adapter:
 
     def num_to_draft(self) -> int:
         """Sync: drafts per request to make at the end of the step that is being scheduled."""
-        self._drafted = self.chooser.wants_drafts
-        return self.chooser.max_k if self._drafted else 0
+        self._drafted = self._wants_drafts
+        return self.max_k if self._drafted else 0
 
     def note_drafts(self, drafts: Any) -> None:
         """Drafts arrived; those of our proposer say what they took. It is part of the step that has just ended."""
@@ -85,44 +100,46 @@ class Adapter:
         scheduler, self._decision, self._rests = self._scheduler, None, False
         if not (scheduler.running or len(scheduler.waiting)):
             self._mark = None
-            self._prune()
+            self._forget_ended()
             return
         if self._mark is None:
             self._mark = self._clock()
-        if not (self._drafted or self._trace or self._flights or self.chooser.wants_drafts):
+        if not (self._drafted or self._trace or self._flights or self._wants_drafts):
             self._rests = True
-            self.chooser.rest()
+            self._step += 1
             return
-        running = [(request, self._of(request)) for request in scheduler.running]
-        held = [(request, tracked) for request, tracked in running if request.spec_token_ids]
-        drafts = {tracked.seq_id: self._draft(request, tracked) for request, tracked in held}
+        running = [(request, self.requests.of(request).seq_id) for request in scheduler.running]
+        held = [(request, seq_id) for request, seq_id in running if request.spec_token_ids]
+        drafts = {seq_id: self.requests.draft(request) for request, seq_id in held}
         if any(flight.decision for flight in self._flights):   # pipeline parallel: another batch is under way
             usual = max(self._lengths.values(), default=0)
             lengths = {seq_id: min(self._lengths.get(seq_id, usual), len(draft)) for seq_id, draft in drafts.items()}
         else:
-            views = [self._view(request, tracked) for request, tracked in running]
-            views += [self._view(request, self._of(request)) for request in self._to_admit()]
-            self._decision = self.chooser.trim(views, drafts, self._load(), drafted=self._drafted)
+            self._decision = self._trim([self.requests.view(request) for request, _ in running], drafts)
             self._lengths = lengths = self._decision.lengths
-            self.chooser.shadow(self._decision, {tracked.seq_id: tracked for _, tracked in running}, drafts)
-        for request, tracked in held:
-            request.spec_token_ids = request.spec_token_ids[: lengths.get(tracked.seq_id, 0)]   # a plain list, whatever it was
+            self.shadows.compare_unverified(self._step, self.drafter, drafts, lengths)
+        for request, seq_id in held:
+            request.spec_token_ids = request.spec_token_ids[: lengths.get(seq_id, 0)]   # a plain list, whatever it was
 
     def place(self, output: Any) -> Callable[[], None]:
         """Sets the number of drafts to make in `output`; what it returns gives each request its placeholders, after vLLM did."""
         scheduler = self._scheduler
         requests = [scheduler.requests[req_id] for req_id in output.num_scheduled_tokens]
-        ending = [request for request in requests if self._writes(request, output.num_scheduled_tokens[request.request_id])]
-        views = [self._view(request, self._of(request), decoding=True) for request in ending]
-        views += [self._view(request, self._of(request)) for request in self._to_admit()]
-        decision, is_new = self.chooser.place(views, self._load())
-        self._decision = decision if is_new else None
-        output.num_spec_tokens_to_schedule = max(decision.lengths.values(), default=0)
+        ending = [request for request in requests if _writes(request, output.num_scheduled_tokens[request.request_id])]
+        views = [self.requests.view(request, decoding=True) for request in ending]
+        if self._held is None:
+            self._held = self._decision = self._place(views)
+            lengths = self._held.lengths
+        else:
+            self._decision, held = None, self._held.lengths
+            usual = max(held.values(), default=0)
+            lengths = {seq.seq_id: min(held.get(seq.seq_id, usual), seq.max_k) for seq in views}
+        output.num_spec_tokens_to_schedule = max(lengths.values(), default=0)
 
         def give_placeholders() -> None:
             for request in ending:
                 if not request.is_prefill_chunk:
-                    request.spec_token_ids = [-1] * decision.lengths.get(self._of(request).seq_id, 0)
+                    request.spec_token_ids = [-1] * lengths.get(self.requests.of(request).seq_id, 0)
 
         return give_placeholders
 
@@ -148,6 +165,82 @@ class Adapter:
         if flight.rested:
             self._count(output, model_output, (now - began) * 1e3)
             return
+        self._outcome = flight, self._read(flight, model_output, (now - began) * 1e3)
+
+    def after_output(self) -> None:
+        if self._outcome is not None:
+            (flight, outcome), self._outcome = self._outcome, None
+            self._observe(flight.decision, outcome)
+        self._forget_ended()
+        if not (self._scheduler.running or len(self._scheduler.waiting) or self._flights):
+            self._mark = None
+            if self._trace:
+                self._trace.flush()   # the next step may be long in coming
+
+    def close(self) -> None:
+        if self._trace:
+            self._trace.close()
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _wants_drafts(self) -> bool:
+        """Whether drafts made at the end of this step may be worth their time."""
+        return (self._num_quiet < QUIET or self._step % REST == 0) and not self.driver.rests(self._step + 1)
+
+    def _trim(self, views: Sequence[SequenceView], drafts: Mapping[int, Draft]) -> Decision:
+        """Which of `drafts` (seq_id -> Draft, not empty) to verify."""
+        if not self._drafted:   # the policy must not take it for an answer that there are none
+            views = [replace(seq, max_k=0) for seq in views]
+        decision = self._decide(views, partial(_made_ahead, drafts, {seq.seq_id for seq in views}))
+        self._num_quiet = 0 if any(decision.lengths.values()) else self._num_quiet + bool(drafts)
+        return decision
+
+    def _place(self, views: Sequence[SequenceView]) -> Decision:
+        """How many drafts to make and verify for each request in the next step."""
+        decision = self._decide(views, _placeholders)
+        step, self._num_placed = decision.step, self._num_placed + 1
+        wished = _clamped(step.shadow_wishes, step.view)
+        probe = next((item for item in wished.items() if item[0] not in step.drafts), None)
+        if probe is not None and probe[1].k and self._num_placed % PROBE_EVERY == 0:
+            decision.probed = probe[0]
+            decision.lengths[probe[0]] = probe[1].k
+        return decision
+
+    def _decide(self, views: Sequence[SequenceView], propose: Callable[[DraftCall], Proposals]) -> Decision:
+        self._step += 1
+        view = self.requests.batch(self._step, views)
+        step = self.driver.plan(view)
+        granted = {seq.seq_id: NOBODY for seq in view.sequences if seq.decoding} | _clamped(step.wishes, view)
+        self.driver.draft(step, granted, propose)
+        self.driver.select(step)
+        return Decision(step, dict(step.lengths))
+
+    def _observe(self, decision: Decision | None, outcome: StepOutcome) -> None:
+        """A step ended; `decision` None: it was not decided here (held, or nothing to decide), so the policy is not shown it."""
+        if decision is not None and decision is self._held:
+            self._held = None
+        rows = [self._told(decision, row) for row in outcome.rows]
+        step = decision.step if decision is not None else None
+        feedback = self.driver.observe(step, replace(outcome, rows=rows, step=step.view.step if step else self._step))
+        for row in outcome.rows:
+            self.requests.by_seq_id[row.seq_id].count(row.num_drafts, row.num_accepted)
+        self.counters.observe_feedback(feedback)
+        if self._trace and step is not None:
+            self._trace.write(step.view, feedback)
+
+    def _told(self, decision: Decision | None, row: RowOutcome) -> RowOutcome:
+        """A probe is told as a shadow draft that was judged."""
+        if decision is None or row.seq_id != decision.probed:
+            return row
+        if row.num_drafts:
+            self.shadows.tell(ShadowFeedback(row.seq_id, self.drafter, 0, row.num_drafts, row.num_accepted))
+        return row._replace(num_drafts=0, num_accepted=0)
+
+    # -- vLLM's records ------------------------------------------------------------------------------------------------
+
+    def _read(self, flight: _Flight, model_output: Any, step_ms: float) -> StepOutcome:
+        output = flight.output
         rows: list[RowOutcome] = []
         num_prefill = num_context = 0
         invalid = getattr(output, "num_invalid_spec_tokens", None) or {}
@@ -166,114 +259,25 @@ class Adapter:
             written = model_output.sampled_token_ids[index] if model_output.sampled_token_ids else ()
             if len(written):
                 num_drafts = max(0, scheduled - invalid.get(req_id, 0))
-                rows.append(RowOutcome(self._of(request), num_drafts, min(len(written) - 1, num_drafts), request.num_tokens))
-        num_rows, waiting = len(output.num_scheduled_tokens), len(self._scheduler.waiting)
-        self._outcome = flight, StepOutcome(
-            tuple(rows), (now - began) * 1e3, output.total_num_scheduled_tokens, num_prefill, num_context, num_rows, waiting
-        )
+                num_accepted = min(len(written) - 1, num_drafts)
+                rows.append(RowOutcome(self.requests.of(request).seq_id, request.num_tokens, num_drafts, num_accepted))
+        # vLLM does not tell drafting apart.
+        return StepOutcome(
+            self._step, rows, output.total_num_scheduled_tokens, num_prefill, num_context, len(output.num_scheduled_tokens),
+            len(self._scheduler.waiting), 0.0, step_ms, step_ms,
+        )  # fmt: skip
 
     def _count(self, output: Any, model_output: Any, step_ms: float) -> None:
         """A step in which Headway rested: counted, and nothing is learned."""
-        requests, known, written = self._scheduler.requests, self._requests, model_output.sampled_token_ids
+        requests, written = self._scheduler.requests, model_output.sampled_token_ids
         num_rows = 0
         for req_id, index in model_output.req_id_to_index.items():
             request = requests.get(req_id)
             if request is not None and written and written[index] and not request.is_finished():
                 num_rows += 1
-                if req_id not in known:
-                    self._of(request)
+                if req_id not in self.requests:
+                    self.requests.of(request)
         self.counters.observe_plain(num_rows, output.total_num_scheduled_tokens, step_ms)
-
-    def after_output(self) -> None:
-        if self._outcome is not None:
-            (flight, outcome), self._outcome = self._outcome, None
-            self.chooser.compare([row.tracked for row in outcome.rows])
-            feedback = self.chooser.observe(flight.decision, outcome)
-            self.counters.observe_feedback(feedback)
-            if self._trace and flight.decision:
-                self._trace.write(flight.decision.view, feedback)
-        self._prune()
-        if not (self._scheduler.running or len(self._scheduler.waiting) or self._flights):
-            self._mark = None
-            if self._trace:
-                self._trace.flush()   # the next step may be long in coming
-
-    def close(self) -> None:
-        if self._trace:
-            self._trace.close()
-
-    # -- vLLM's records ------------------------------------------------------------------------------------------------
-
-    def _of(self, request: Any) -> _Request:
-        found = self._requests.get(request.request_id)
-        if found is None:
-            params = request.sampling_params
-            try:
-                settings = RequestSettings.parse(params.extra_args if params else None)
-            except InvalidRequestError as error:
-                self.counters.num_invalid_requests += 1
-                logger.warning("request %s: %s. It is served without these wishes", request.request_id, error)
-                settings = RequestSettings()
-            found = _Request(next(self._seq_ids), request.all_token_ids, settings=settings)
-            self._requests[request.request_id] = found
-        return found
-
-    def _view(self, request: Any, tracked: _Request, decoding: bool | None = None) -> SequenceView:
-        params = request.sampling_params
-        placeholders = getattr(request, "num_output_placeholders", 0)
-        num_context, num_output = request.num_tokens + placeholders, request.num_output_tokens + placeholders
-        pending = max(1, num_context - request.num_computed_tokens)
-        if decoding is None:
-            decoding = pending == 1 and num_output > 0
-        return SequenceView(
-            seq_id=tracked.seq_id,
-            num_context=num_context,
-            num_output=num_output,
-            decoding=decoding,
-            max_k=self._max_k(request, tracked.settings, num_context, num_output) if decoding else 0,
-            greedy=params is None or params.temperature < GREEDY,
-            priority=request.priority,
-            num_drafts=tracked.num_drafts,
-            num_accepted=tracked.num_accepted,
-            num_pending=pending,
-            tpot_slo_ms=tracked.settings.tpot_slo_ms,
-        )
-
-    def _max_k(self, request: Any, settings: RequestSettings, num_context: int, num_output: int) -> int:
-        """What the request, its remaining tokens and the context limit allow."""
-        if not settings.enabled:
-            return 0
-        most = self.chooser.max_k if settings.max_tokens is None else min(self.chooser.max_k, settings.max_tokens)
-        return max(0, min(most, int(request.max_tokens) - num_output - 1, int(self._scheduler.max_model_len) - num_context - 1))
-
-    def _to_admit(self) -> Iterable[Any]:
-        """Waiting requests that the step to come has room for: their prompts are part of its price."""
-        room = self._scheduler.max_num_running_reqs - len(self._scheduler.running)
-        budget = self._scheduler.max_num_scheduled_tokens
-        for request in itertools.islice(self._scheduler.waiting, max(0, room)):
-            if budget <= 0:
-                return
-            budget -= request.num_tokens
-            yield request
-
-    def _load(self) -> Load:
-        scheduler = self._scheduler
-        return Load(
-            len(scheduler.waiting), scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), scheduler.max_num_scheduled_tokens
-        )
-
-    def _draft(self, request: Any, tracked: _Request) -> Draft:
-        """Its confidence is the proposer's (`ScoredDraft`) or, of a copy, what the text says."""
-        tokens = request.spec_token_ids
-        confidence: Sequence[float] | None = getattr(tokens, "confidence", None)
-        if self._copies:
-            tracked.history = tracked.history or History(request.all_token_ids)
-            confidence = tracked.history.confidence(tokens)
-        return Draft(list(tokens), confidence=list(confidence[: len(tokens)]) if confidence else None)
-
-    def _writes(self, request: Any, num_tokens: int) -> bool:
-        """Whether the step that is being scheduled reaches the end of what is known of the request."""
-        return bool(request.num_computed_tokens + num_tokens >= request.num_tokens + getattr(request, "num_output_placeholders", 0))
 
     def _landed(self, output: Any) -> _Flight | None:
         while self._flights:
@@ -282,8 +286,53 @@ class Adapter:
                 return flight
         return None
 
-    def _prune(self) -> None:
-        live = self._scheduler.requests
-        if len(self._requests) > len(live):
-            for req_id in self._requests.keys() - live.keys():
-                self.chooser.forget(self._requests.pop(req_id).seq_id)
+    def _forget_ended(self) -> None:
+        for seq_id in self.requests.forget_ended():
+            self.driver.stop(seq_id)
+
+
+class _AheadShadows(Shadows):
+    """Shadow drafts of a drafter that has drafted for everybody before anything was planned."""
+
+    def add(self, seq_id: int, drafter: str, draft: Draft, num_verified: int) -> None:
+        """Only that there was nothing to propose: what is trimmed is seen by `compare_unverified`, and a placeholder is no draft."""
+        if not draft.tokens:
+            super().add(seq_id, drafter, draft, num_verified)
+
+    def compare_unverified(self, step: int, drafter: str, drafts: Mapping[int, Draft], lengths: Mapping[int, int]) -> None:
+        """What was drafted and will not be verified is compared with what the target writes, SHADOWS of them in turns."""
+        unverified = [seq_id for seq_id, draft in drafts.items() if lengths.get(seq_id, 0) < len(draft)]
+        first = step * SHADOWS % max(1, len(unverified))
+        for seq_id in (unverified[first:] + unverified[:first])[:SHADOWS]:
+            self.compare(seq_id)   # not done while the policy rested
+            super().add(seq_id, drafter, drafts[seq_id], lengths.get(seq_id, 0))
+
+
+def _made_ahead(drafts: Mapping[int, Draft], running: set[int], call: DraftCall) -> Proposals:
+    """Trim: what was drafted at the end of the step before. A shadow draft that is there is compared anyway."""
+    nothing = Draft([])
+    return Proposals(
+        {seq_id: drafts.get(seq_id, nothing).truncated(k) for seq_id, k in call.ks.items()},
+        {seq_id: nothing for seq_id in call.shadow_ks if seq_id not in drafts and seq_id in running},
+        draft_ms=None,
+    )
+
+
+def _placeholders(call: DraftCall) -> Proposals:
+    """Place: every draft is as long as it is asked to be, and nothing is known about it yet but statistics."""
+    return Proposals({seq_id: Draft([-1] * k) for seq_id, k in call.ks.items()}, {}, draft_ms=None)
+
+
+def _writes(request: Any, num_tokens: int) -> bool:
+    """Whether the step that is being scheduled reaches the end of what is known of the request."""
+    return bool(request.num_computed_tokens + num_tokens >= request.num_tokens + getattr(request, "num_output_placeholders", 0))
+
+
+def _clamped(wishes: Mapping[int, Choice], view: BatchView) -> dict[int, Choice]:
+    """A plan may be older than this step: what each request allows now."""
+    most = {seq.seq_id: seq.max_k for seq in view.sequences if seq.decoding}
+    return {
+        seq_id: choice if choice.k <= most[seq_id] else Choice(choice.drafter, most[seq_id])
+        for seq_id, choice in wishes.items()
+        if seq_id in most
+    }

@@ -1,4 +1,4 @@
-"""Puts the parts together for one scheduler: settings, policy, cost model, chooser, counters, trace."""
+"""Puts the parts together for one scheduler: settings, policy, cost model, adapter, counters, trace."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from headway import __version__, vllm_words
 from headway.control.costs import CostModel
+from headway.control.policy import DrafterView, Policy, Setup
 from headway.control.trace import TraceWriter
 from headway.errors import ConfigError
 from headway.telemetry.learned_state import UNREADABLE, LearnedState
 from headway.vllm import compat
 from headway.vllm.adapter import Adapter
-from headway.vllm.chooser import Chooser
 from headway.vllm.counters import Counters
 from headway.vllm.settings import Settings, learned_path
 from headway.vllm.telemetry import Sender
@@ -83,28 +83,30 @@ def _assemble(parts: Parts, scheduler: Any, vllm_version: str) -> None:
         logger.warning("Headway was tested with vLLM %s; this is %s", " and ".join(compat.TESTED), vllm_version)
     parts.drafts_all = bool(config.scheduler_config.async_scheduling) or method in ALWAYS_ALL
     parts.learned = LearnedState(learned_path(settings, config, method))
-    drafts_ahead = not config.scheduler_config.async_scheduling
-    chooser = _chooser(settings, method, scheduler.num_spec_tokens, parts.learned, drafts_ahead)
+    view = DrafterView(method, True, drafts_ahead=not config.scheduler_config.async_scheduling)
+    policy = _policy(settings, view, scheduler.num_spec_tokens, parts.learned)
     trace = _trace(settings, config, method, scheduler, name)
-    parts.adapter = Adapter(scheduler, chooser, counters, trace=trace, copies=method == "ngram")
+    parts.adapter = Adapter(scheduler, policy, view, scheduler.num_spec_tokens, counters, trace=trace, copies=method == "ngram")
     logger.info(
         "Headway %s chooses k <= %d for each request and step (%s over %s, %d steps of cost data)",
         __version__, scheduler.num_spec_tokens, name, method, parts.learned.costs.num_observed if parts.learned.costs else 0,
     )  # fmt: skip
 
 
-def _chooser(settings: Settings, method: str, max_k: int, learned: LearnedState, drafts_ahead: bool) -> Chooser:
-    """A policy of its own on the costs that are known, followed by `learned`."""
-    costs, state = learned.costs or CostModel(), learned.learned(method)
+def _policy(settings: Settings, view: DrafterView, max_k: int, learned: LearnedState) -> Policy:
+    """A policy of its own, started on the costs that are known, followed by `learned`."""
+    costs, state = learned.costs or CostModel(), learned.learned(view.name)
+    policy = settings.build_policy(max_k)
     try:
-        chooser = Chooser(settings.build_policy(max_k), method, max_k, costs, drafts_ahead=drafts_ahead, learned=state)
+        policy.start(Setup((view,), max_k, costs, state))
     except UNREADABLE as error:
         if state is None:
             raise
         logger.warning("what the policy learned before cannot be read: %r", error)
-        chooser = Chooser(settings.build_policy(max_k), method, max_k, costs, drafts_ahead=drafts_ahead)
-    learned.follow(method, chooser.policy, costs)
-    return chooser
+        policy = settings.build_policy(max_k)
+        policy.start(Setup((view,), max_k, costs))
+    learned.follow(view.name, policy, costs)
+    return policy
 
 
 def refuse_data_parallel(method: str, data_parallel_size: int) -> None:

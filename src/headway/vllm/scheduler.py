@@ -16,8 +16,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 
 from headway.vllm import compat
+from headway.vllm.adapter import Decision
 from headway.vllm.build import Parts, build
-from headway.vllm.chooser import Decision
 
 logger = logging.getLogger("vllm.headway")
 
