@@ -175,6 +175,7 @@ def test_a_step_that_fails_when_a_sequence_has_just_finished(engine: Engine, exp
 
     with monkeypatch.context() as patch:
         patch.setattr(type(drafter), "commit", lambda self, committed: commit(committed))
+        patch.setattr(type(drafter), "reads_commits", True)
         with pytest.raises(RuntimeError, match="injected"):
             run(engine)
     for name in ("short", "long"):
