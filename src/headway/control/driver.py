@@ -103,6 +103,10 @@ class OpenStep:
     lookups: list[LookupFeedback] = field(default_factory=list)
     deciding_s: float = 0.0                                     # spent in the policy
 
+    def spend(self, seconds: float) -> None:
+        """In the policy."""
+        self.deciding_s += seconds
+
 
 class Driver:
     """Not thread-safe: one thread drives. The policy is started already; `drafters` are those of its `Setup`."""
@@ -122,9 +126,8 @@ class Driver:
 
     def plan(self, view: BatchView) -> OpenStep:
         began = self._clock()
-        step = OpenStep(view, self.policy.plan(view), self._hooks.shadow(view))
-        step.deciding_s = self._clock() - began
-        return step
+        wishes, shadow_wishes = self.policy.plan(view), self._hooks.shadow(view)
+        return OpenStep(view, wishes, shadow_wishes, deciding_s=self._clock() - began)
 
     def draft(self, step: OpenStep, granted: Mapping[int, Choice], propose: Propose) -> None:
         """Asks each drafter once for all of its sequences; nobody runs when every k is 0.
@@ -132,7 +135,7 @@ class Driver:
         granted  what the host allows of the wishes, for every sequence that may draft (k = 0: nobody drafts for it, it may be watched)
         """
         settled = self._look_up(step, granted, propose) if any(choice.lookups for choice in granted.values()) else {}
-        step.choices = {seq_id: choice for seq_id, choice in granted.items() if choice.k > 0} | settled
+        step.choices.update({seq_id: choice for seq_id, choice in granted.items() if choice.k > 0} | settled)
         for name in step.view.drafters:
             ks = {
                 seq_id: choice.k for seq_id, choice in granted.items()
@@ -157,7 +160,7 @@ class Driver:
         views = [_view(seq_id, step.choices[seq_id].drafter, draft) for seq_id, draft in step.drafts.items()]
         began = self._clock()
         lengths = self.policy.select(views, step.view)
-        step.deciding_s += self._clock() - began
+        step.spend(self._clock() - began)
         for seq_id in [seq.seq_id for seq in step.view.sequences if seq.seq_id in step.drafts]:
             draft = step.drafts[seq_id]
             step.lengths[seq_id] = length = max(0, min(lengths.get(seq_id, len(draft)), len(draft)))
@@ -200,7 +203,7 @@ class Driver:
         views = [_view(seq_id, name, draft) for seq_id, each in looked.items() for name, (_, draft) in each.items() if draft.tokens]
         began = self._clock()
         chosen = self._hooks.choose_lookup(views, step.view)
-        step.deciding_s += self._clock() - began
+        step.spend(self._clock() - began)
         settled = {}
         for seq_id, each in looked.items():
             for name, (look, draft) in each.items():
