@@ -26,11 +26,20 @@ from tests.tiny import tiny_model_dir
 LONG = {"prompt": "one two", "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
+HANGING = """
+import sys, time
+from headway.cli.main import main
+from headway.engine.engine import Engine
+Engine.step = lambda self: time.sleep(10**6)
+sys.exit(main())
+"""
+
+
 class Process:
     """A started `headway serve`, its address read from the line that it prints when it is ready."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "headway.cli.main", "serve", str(directory), "--port", "0", "--served-model-name", "tiny"]
+    def __init__(self, directory: Path, *flags: str, program: tuple[str, ...] = ("-m", "headway.cli.main")) -> None:
+        command = [sys.executable, *program, "serve", str(directory), "--port", "0", "--served-model-name", "tiny"]
         memory = ["--kv-cache-memory-bytes", "32M", "--dtype", "float32"]
         self.process = subprocess.Popen([*command, *memory, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._stderr: list[str] = []
@@ -73,8 +82,8 @@ def long_dir(tmp_path: Path) -> Path:
 def start(long_dir: Path) -> Iterator:
     started: list[Process] = []
 
-    def start(*flags: str) -> Process:
-        started.append(Process(long_dir, *flags))
+    def start(*flags: str, **options: tuple[str, ...]) -> Process:
+        started.append(Process(long_dir, *flags, **options))
         return started[-1]
 
     yield start
@@ -146,6 +155,25 @@ def test_sigint_with_a_short_drain_time_says_so_in_the_stream(start):
         server.stop(signal.SIGINT)
         assert "shut down" in running.result()[-1]["error"]["message"]
     assert server.exit_code() == 0
+
+
+def test_a_second_sigterm_ends_at_once(start):
+    server = start("--drain-timeout-s", "600", program=("-c", HANGING))
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60):
+        server.stop(signal.SIGTERM)
+        while httpx.get(f"{server.url}/health").status_code != 503:
+            pass
+        server.stop(signal.SIGTERM)
+        assert server.exit_code() == -signal.SIGTERM
+
+
+def test_a_step_that_never_ends_does_not_keep_the_server(start):
+    server = start("--drain-timeout-s", "0", program=("-c", HANGING))
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
+        server.stop(signal.SIGTERM)
+        assert "shut down" in "".join(response.iter_text())
+    assert server.exit_code() == 1
+    assert "hangs" in "".join(server._stderr)
 
 
 def test_a_taken_port_is_an_error_before_the_model_is_loaded():
