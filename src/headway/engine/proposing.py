@@ -66,4 +66,4 @@ class DrafterRunner:
 
 def _request(row: Row, k: int, room: int) -> DraftRequest:
     seq = row.seq
-    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table, room=room)
+    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table, room=room, salt=seq.salt)
