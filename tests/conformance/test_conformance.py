@@ -25,6 +25,7 @@ import torch
 
 from headway import plugins
 from headway.config import EngineConfig, SpeculativeConfig
+from headway.control import driver as driver_module
 from headway.engine import engine as engine_module
 from headway.engine import proposing
 from headway.engine.engine import Engine
@@ -107,7 +108,7 @@ def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is a tenth of a millisecond after the one before: what a policy that decides by time drafts is the same
     wherever it runs."""
     looks = count()
-    for module in (engine_module, proposing):
+    for module in (engine_module, proposing, driver_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(looks) * 1e-4))
 
 

@@ -108,11 +108,16 @@ class OpenStep:
         self.deciding_s += seconds
 
 
+def now() -> float:
+    """Seconds, by this machine's clock."""
+    return time.perf_counter()
+
+
 class Driver:
     """Not thread-safe: one thread drives. The policy is started already; `drafters` are those of its `Setup`."""
 
     def __init__(
-        self, policy: Policy, drafters: Sequence[DrafterView], shadows: Shadows, clock: Callable[[], float] = time.perf_counter
+        self, policy: Policy, drafters: Sequence[DrafterView], shadows: Shadows, clock: Callable[[], float] = now
     ) -> None:
         self.policy, self.shadows = policy, shadows
         self._hooks, self._clock = hooks_of(policy), clock
@@ -125,6 +130,7 @@ class Driver:
         return self._hooks.rests(step)
 
     def plan(self, view: BatchView) -> OpenStep:
+        """Begins a step with what the policy wishes of it."""
         began = self._clock()
         wishes, shadow_wishes = self.policy.plan(view), self._hooks.shadow(view)
         return OpenStep(view, wishes, shadow_wishes, deciding_s=self._clock() - began)
@@ -144,13 +150,13 @@ class Driver:
             shadow_ks = self._shadowed(step, granted, name)
             if not (ks or shadow_ks):
                 continue
-            asks = self._hooks.stops_early(name)
-            call = DraftCall(name, ks, shadow_ks, self._hooks.continue_drafting if asks else never_stop)
+            call = DraftCall(name, ks, shadow_ks, self._continuing(name))
             found = propose(call)
             step.drafts.update((seq_id, draft) for seq_id, draft in found.drafts.items() if draft.tokens)
             for seq_id, draft in found.shadows.items():
                 self.shadows.add(seq_id, name, draft, 0)
-            longest = [len(draft) for draft in found.drafts.values()] if asks and name in self._stepwise else ks.values()
+            stopped = name in self._stepwise and call.continue_drafting is not never_stop
+            longest = [len(draft) for draft in found.drafts.values()] if stopped else ks.values()
             self._record(step, call, found, max([1, *longest, *shadow_ks.values()]))
 
     def select(self, step: OpenStep) -> dict[int, Draft]:
@@ -194,12 +200,12 @@ class Driver:
             mine = {seq_id: look for seq_id, choice in granted.items() for look in choice.lookups if look.drafter == name}
             if not mine:
                 continue
-            continuing = self._hooks.continue_drafting if self._hooks.stops_early(name) else never_stop
-            call = DraftCall(name, {seq_id: look.k for seq_id, look in mine.items()}, {}, continuing, is_lookup=True)
+            ks = {seq_id: look.k for seq_id, look in mine.items()}
+            call = DraftCall(name, ks, {}, self._continuing(name), is_lookup=True)
             found = propose(call)
             for seq_id, look in mine.items():
                 looked.setdefault(seq_id, {})[name] = look, found.drafts[seq_id]
-            self._record(step, call, found, max(call.ks.values()))
+            self._record(step, call, found, max(ks.values()))
         views = [_view(seq_id, name, draft) for seq_id, each in looked.items() for name, (_, draft) in each.items() if draft.tokens]
         began = self._clock()
         chosen = self._hooks.choose_lookup(views, step.view)
@@ -216,6 +222,9 @@ class Driver:
                 if draft.tokens:
                     self.shadows.add(seq_id, name, draft, 0)
         return settled
+
+    def _continuing(self, drafter: str) -> ContinueDrafting:
+        return self._hooks.continue_drafting if self._hooks.stops_early(drafter) else never_stop
 
     def _shadowed(self, step: OpenStep, granted: Mapping[int, Choice], name: str) -> dict[int, int]:
         """Sequences for which the drafter `name` drafts without being verified."""
