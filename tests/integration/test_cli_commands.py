@@ -394,3 +394,15 @@ def test_a_reader_that_goes_away_is_no_error(long_dir: Path) -> None:
     assert process.returncode == 141, err
     assert "Traceback" not in err
     assert "Exception ignored" not in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_line(long_dir: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        process = start(long_dir, "-p", "hello", stdout=full.fileno())
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    said = [line for line in err.splitlines() if "error" in line]
+    assert said == ["headway generate: error: cannot write the output: No space left on device"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -10,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, SequenceView
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.telemetry.trace import Trace, TraceWriter, read_trace
+from headway.tune.replay import World
 from headway.types import DrafterFeedback, Feedback, Forecast, LookupFeedback, Request, SamplingParams, SequenceFeedback, ShadowFeedback
 from tests.tiny import tiny_model_dir
 
@@ -133,8 +137,16 @@ def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
         (1, changed(k=[]), "line 2: the columns differ in length: .*k 0"),
         (1, changed(num_accepted=[3]), "line 2: needs num_accepted <= num_drafts"),
         (1, changed(drafter=[4]), "line 2: drafter must be a name, got 4"),
-        (1, changed(forecast=[1.0]), "line 2: drafting, shadows, lookups or forecast"),
-        (1, changed(shadows=[[1, "ngram"]]), "line 2: drafting, shadows, lookups or forecast"),
+        (1, changed(forecast=[1.0]), "line 2: an entry of forecast must be"),
+        (1, changed(shadows=[[1, "ngram"]]), "line 2: an entry of shadows must be"),
+        (1, changed(shadows=[[1, "ngram", -1, 2, 0, None]]), "line 2: num_verified must be a whole number >= 0, got -1"),
+        (1, changed(drafting=[["ngram", 1, "x", 0, 2, 0.1]]), "line 2: num_steps must be a whole number"),
+        (1, changed(confidence=[["x"]]), "line 2: confidence must be numbers from 0 to 1"),
+        (1, changed(confidence=5), "line 2: confidence must be a list"),
+        (0, '{"format": "headway-trace", "version": 1, "max_k": "x"}', "line 1: max_k must be a whole number"),
+        (0, '{"format": "headway-trace", "version": 1, "drafters": "suffix"}', "line 1: drafters must be a list"),
+        (0, "[" * 5000, "is not a trace: its first line"),
+        (1, "[" * 5000, "line 2: not JSON"),
     ],
 )
 def test_a_foreign_or_damaged_file_is_named(tmp_path: Path, line: int, text: str, message: str) -> None:
@@ -192,3 +204,22 @@ def test_the_engine_writes_every_step(tmp_path: Path) -> None:
     assert sum(seq.num_drafts for seq in sequences) > 0
     assert trace.header["max_k"] == 3
     assert trace.header["drafters"] == ["ngram"]
+
+
+WRONG = st.sampled_from([
+    None, "x", -1, 1.5, 2**70, True, [], {}, [None], [[]], [[1]], [["x", 1]], [-1], [2**70], ["suffix"], [[-1, "a", -1, -1, -1, [2]]],
+])  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), wrong=WRONG)
+def test_any_value_of_a_trace_is_read_and_replayed_or_refused(tmp_path: Path, data: st.DataObject, wrong: Any) -> None:
+    path = tmp_path / "t"
+    lines = written(path, FEEDBACK, FEEDBACK)
+    number = data.draw(st.integers(0, 2))
+    document = json.loads(lines[number])
+    document[data.draw(st.sampled_from(sorted(document)))] = wrong
+    lines[number] = json.dumps(document)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with contextlib.suppress(ConfigError):
+        World(read_trace(path)).fixed()

@@ -1,21 +1,23 @@
 """`headway COMMAND ...`: one module per command, each with `add_arguments(parser)` and `main(args) -> int`.
 
 Only the command that was asked for is imported, and what is heavy (torch, the server) is imported inside its `main`, so that help
-is instant. Exit codes: 0 done, 1 a benchmark whose numbers do not count or a text that could not be written, 2 bad input,
+is instant. Exit codes: 0 done, 1 a benchmark whose numbers do not count or output that could not be written, 2 bad input,
 130 interrupted, 141 the reader went away.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
+from headway import __version__
 from headway.cli.flags import Parser, merge_config_file
 from headway.errors import HeadwayError
-from headway.version import __version__
 
 COMMANDS = {
     "serve": "serve a model over an OpenAI-compatible API",
@@ -31,9 +33,11 @@ COMMANDS = {
     "vllm": "bring Headway into vLLM: print the flags, and check them before a server starts",
     "config": "print the resolved configuration and where each value came from",
 }
+EXIT_NOT_WRITTEN = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def build_parser(chosen: str | None) -> Parser:
@@ -56,22 +60,52 @@ def build_parser(chosen: str | None) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; argparse's own exits (help, usage errors) raise SystemExit."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = build_parser(next((word for word in argv if not word.startswith("-")), None))
+    command = next((word for word in argv if not word.startswith("-")), None)
+    try:
+        try:
+            return _run(build_parser(command), argv)
+        finally:
+            if sys.stdout is not None:   # it is None where it was closed before the start
+                sys.stdout.flush()       # what cannot be written must show here, not when the interpreter ends
+    except BrokenPipeError:
+        _discard_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in CANNOT_WRITE:
+            raise
+        _discard_output()
+        _complain(f"headway {command or ''}".rstrip() + f": error: cannot write {error.filename or 'the output'}: {error.strerror}")
+        return EXIT_NOT_WRITTEN
+
+
+def _run(parser: Parser, argv: list[str]) -> int:
     args = parser.parse_args(argv)
     args.argv = argv
     try:
         merge_config_file(args)
         return int(args.main(args))
     except HeadwayError as error:
-        print(f"headway {args.command}: error: {error}", file=sys.stderr)
+        _complain(f"headway {args.command}: error: {error}")
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _complain("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit and would complain again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+
+
+def _complain(message: str) -> None:
+    """On stderr, where that can be written: the exit code says the rest."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+
+
+def _discard_output() -> None:
+    """The interpreter flushes both streams once more when it ends, and would complain again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())
 
 
 if __name__ == "__main__":

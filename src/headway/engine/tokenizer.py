@@ -29,8 +29,8 @@ class Tokenizer:
 
         try:
             self._hf: Any = AutoTokenizer.from_pretrained(str(directory))
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelError(f"no usable tokenizer in {directory}: {error}") from error
+        except Exception as error:   # of several libraries; the tokenizers' own is a bare Exception
+            raise ModelError(f"no usable tokenizer in {directory}: {type(error).__name__}: {error}") from error
         if not getattr(self._hf, "is_fast", False):
             raise ModelError(f"{directory} has no tokenizer.json; a tokenizer of that form is needed")
         self._rust = self._hf.backend_tokenizer

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headway.errors import ModelError, unknown_key
+from headway.json_object import JsonObject
 from headway.models import families
+from headway.models.rope import Rope
 from headway.models.traits import Traits
 
 
@@ -48,26 +51,35 @@ class ModelConfig:
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
         """Reads config.json and generation_config.json; ModelError when they are missing, broken or not supported."""
-        raw = read_json(directory / "config.json")
-        model_type = raw.get("model_type")
+        path = directory / "config.json"
+        raw = JsonObject.read(path, ModelError, EXPECTED)
+        model_type = raw.text("model_type", "")
         if model_type not in families.names():
-            raise ModelError(f"{directory}: " + unknown_key("model_type", str(model_type), families.names()))
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method", "unknown")
+            raise ModelError(f"{directory}: " + unknown_key("model_type", model_type, families.names()))
+        if raw.has("quantization_config"):
+            method = raw.child("quantization_config").text("quant_method", "unknown")
             raise ModelError(f"{directory}: {method} weights are not supported. Supported: float32, bfloat16, float16, and GGUF files")
+        _check_types(raw)
         from transformers import AutoConfig
 
         try:
             hf = AutoConfig.from_pretrained(directory)
+            config = cls._of(hf, raw, _read_generation(directory))
+            Rope.of(config, torch.device("cpu"))
+        except ModelError as error:
+            raise error if str(directory) in str(error) else ModelError(f"{path}: {error}") from error
         except Exception as error:  # transformers validates with several libraries' exceptions
-            raise ModelError(f"{directory / 'config.json'} is not a valid {model_type} configuration: {error}") from error
+            raise ModelError(f"{path} is not a valid {model_type} configuration: {' '.join(str(error).split())}") from error
         if hf.hidden_act != "silu":
             raise ModelError(f"{directory}: hidden_act {hf.hidden_act!r} is not supported. Supported: silu")
-        path = directory / "generation_config.json"
-        generation = read_json(path) if path.exists() else {}
-        eos = {*_as_ids(raw.get("eos_token_id")), *_as_ids(generation.get("eos_token_id"))}
-        config = cls(
-            model_type=model_type,
+        if config.num_heads % config.num_kv_heads:
+            raise ModelError(f"{directory}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
+        return config
+
+    @classmethod
+    def _of(cls, hf: Any, raw: JsonObject, generation: JsonObject) -> ModelConfig:
+        return cls(
+            model_type=hf.model_type,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
             intermediate_size=hf.intermediate_size,
@@ -79,29 +91,45 @@ class ModelConfig:
             rms_norm_eps=hf.rms_norm_eps,
             rope=dict(hf.rope_parameters),
             tie_word_embeddings=hf.tie_word_embeddings,
-            eos_token_ids=frozenset(eos),
+            eos_token_ids=frozenset({*_token_ids(raw, "eos_token_id"), *_token_ids(generation, "eos_token_id")}),
             features=families.describe(hf),
-            generation=generation,
+            generation=generation.values,
         )
-        if config.num_heads % config.num_kv_heads:
-            raise ModelError(f"{directory}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
-        return config
 
 
-def _as_ids(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(v) for v in value] if isinstance(value, list) else [int(value)]
+EXPECTED = "a model directory has a config.json, a tokenizer and *.safetensors"
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
-def read_json(path: Path, expected: str = "a model directory has a config.json, a tokenizer and *.safetensors") -> dict[str, Any]:
+def _check_types(raw: JsonObject) -> None:
+    """Of what every family has. A key that is left out has the family's default; null is none for a number that must be there."""
+    for key in SIZES:
+        raw.integer(key, 1, least=1, most=1 << 31)
+    for key in ("rms_norm_eps", "rope_theta"):
+        if key in raw.values:
+            raw.number(key, least=0.0)
+    _token_ids(raw, "eos_token_id")
+    raw.flag("tie_word_embeddings", False)
+    raw.text("hidden_act", "")
+    for key in ("rope_scaling", "rope_parameters"):
+        raw.child(key)
+
+
+def _read_generation(directory: Path) -> JsonObject:
+    path = directory / "generation_config.json"
+    return JsonObject.read(path, ModelError) if path.exists() else JsonObject({}, str(path), ModelError)
+
+
+def _token_ids(raw: JsonObject, key: str) -> list[int]:
+    """One id, a list of them, or none."""
+    if isinstance(raw.values.get(key), list):
+        return raw.list_of(int, key)
+    return [raw.integer(key)] if raw.has(key) else []
+
+
+def read_json(path: Path, expected: str = EXPECTED) -> dict[str, Any]:
     """The object in a file; ModelError, with what was `expected` around a missing one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; {expected}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return value
+    return dict(JsonObject.read(path, ModelError, expected).values)

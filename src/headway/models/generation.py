@@ -20,7 +20,7 @@ def sampling_defaults(name: str, generation: Mapping[str, Any]) -> dict[str, flo
     given = {key: generation[key] for key in NAMES if generation.get(key) is not None}
     try:
         SamplingParams(**given)
-    except (InvalidRequestError, TypeError) as error:
+    except (InvalidRequestError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"generation_config.json of {name}: {error}") from error
     if not given and name in hub.BUILTIN:
         return dict(hub.BUILTIN[name].sampling)

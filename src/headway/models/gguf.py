@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 def convert(path: Path, directory: Path, progress: Progress | None = None) -> None:
     """Writes the model in `path` to the existing empty `directory`. Raises ModelError when the file cannot be read or supported."""
     reader = open_gguf(path)
-    meta = {name: field.contents() for name, field in reader.fields.items()}
+    meta = _contents(path, reader)
     arch = meta.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise ModelError(f"{path}: GGUF architecture {arch!r} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}")
@@ -57,6 +57,10 @@ def convert(path: Path, directory: Path, progress: Progress | None = None) -> No
         _write_tokenizer(path, meta, config, directory)
     except KeyError as error:
         raise ModelError(f"{path}: the GGUF file lacks {error}") from error
+    except ModelError as error:
+        raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
+    except Exception as error:   # of numbers and strings that are others than they should be, and of the tokenizers library
+        raise ModelError(f"{path}: its metadata cannot be used: {type(error).__name__}: {error}") from error
     _write_weights(path, config, tensors, directory, progress)
 
 
@@ -66,8 +70,18 @@ def open_gguf(path: Path) -> Any:
 
     try:
         return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError, OverflowError, MemoryError, UnicodeDecodeError) as error:
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, OSError, OverflowError, MemoryError) as error:
         raise ModelError(f"{path} is not a readable GGUF file (truncated or corrupt?): {error}") from error
+
+
+def _contents(path: Path, reader: Any) -> dict[str, Any]:
+    found = {}
+    for name, field in reader.fields.items():
+        try:
+            found[name] = field.contents()
+        except (UnicodeDecodeError, ValueError, IndexError, KeyError, TypeError) as error:
+            raise ModelError(f"{path}: {name} cannot be read: {error}") from error
+    return found
 
 
 def make_config(arch: str, meta: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from headway import native
 from headway.errors import ModelError, unknown_key
+from headway.json_object import JsonObject
 from headway.models import hub
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
@@ -101,11 +101,8 @@ class Weights:
     def _paths(self) -> Iterator[Path]:
         index = self.directory / "model.safetensors.index.json"
         if index.exists():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-                raise ModelError(f"{index} is not a valid index: {error}") from error
-            yield from (self.directory / name for name in names)
+            files = JsonObject.read(index, ModelError).child("weight_map")
+            yield from (self.directory / name for name in sorted({files.text(tensor) for tensor in files.values}))
         elif (single := self.directory / "model.safetensors").exists():
             yield single
         else:

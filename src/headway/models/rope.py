@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from headway.errors import ModelError
-
-if TYPE_CHECKING:
-    from headway.models.config import ModelConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -68,6 +65,17 @@ def _yarn(
     return inv_freq / factor * ramp + inv_freq * (1.0 - ramp), float(attention)
 
 
+class RopeShape(Protocol):
+    """What is read of a `ModelConfig`."""
+
+    @property
+    def rope(self) -> Mapping[str, Any]: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def max_position(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """inv_freq float32 [head_dim / 2]; factor on cos and sin."""
@@ -76,7 +84,7 @@ class Rope:
     factor: float
 
     @classmethod
-    def of(cls, shape: ModelConfig, device: torch.device) -> Rope:
+    def of(cls, shape: RopeShape, device: torch.device) -> Rope:
         """Of a network of these dimensions. Raises ModelError for a rope type that is not supported."""
         inv_freq, factor = inverse_frequencies(shape.rope, shape.head_dim, shape.max_position)
         return cls(inv_freq.to(device), factor)

@@ -48,13 +48,14 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headway.control.policy import BatchView
 from headway.errors import ConfigError
+from headway.json_object import LARGEST, JsonObject, is_number, shown
 from headway.types import DrafterFeedback, Feedback, Forecast, LookupFeedback, SequenceFeedback, ShadowFeedback
 
 FORMAT = "headway-trace"
@@ -214,7 +215,7 @@ def read_trace(path: str | Path) -> Trace:
 def _header(path: Path, first: tuple[int, bytes]) -> dict[str, Any]:
     try:
         header = json.loads(first[1])
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ConfigError(
@@ -224,6 +225,12 @@ def _header(path: Path, first: tuple[int, bytes]) -> dict[str, Any]:
     version = header.get("version")
     if version != VERSION:
         raise ConfigError(f"{path} is a trace of version {version!r}; this Headway reads version {VERSION}")
+    known = JsonObject(header, f"{path}, line 1", ConfigError)
+    for key in ("max_k", "max_num_seqs", "max_num_batched_tokens"):
+        known.integer(key, 0)
+    known.list_of(str, "drafters", [])
+    for key in ("engine", "model"):
+        known.text(key, "")
     return header
 
 
@@ -235,7 +242,7 @@ def _step(path: Path, number: int, line: bytes) -> TraceStep:
         )
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{path}, line {number}: a step must be a JSON object")
@@ -252,7 +259,7 @@ class _Wrong(ValueError):
 def _parse(record: Mapping[str, Any]) -> TraceStep:
     numbers: dict[str, Any] = {name: _count(record, name) for name in ("step", *STEP_NUMBERS)}
     numbers |= {name: _time(record, name) for name in STEP_TIMES}
-    columns = {name: _column(record, name) for name in COLUMNS}
+    columns = {name: _list(record.get(name), name) for name in COLUMNS}
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
         raise _Wrong("the columns differ in length: " + ", ".join(f"{name} {length}" for name, length in lengths.items()))
@@ -263,28 +270,47 @@ def _parse(record: Mapping[str, Any]) -> TraceStep:
 
 def _extras(record: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that a step may carry."""
-    try:
-        forecast = record.get("forecast")
-        return {
-            "policy_ms": _time(record, "policy_ms") if "policy_ms" in record else 0.0,
-            "reason": str(record.get("reason", "")),
-            "drafters": tuple(DrafterFeedback(*part) for part in record.get("drafting", ())),
-            "shadows": tuple(map(_shadow, record.get("shadows", ()))),
-            "lookups": tuple(map(_lookup, record.get("lookups", record.get("looks", ())))),
-            "forecast": None if forecast is None else Forecast(*map(float, forecast)),
-        }
-    except (TypeError, ValueError, IndexError) as error:
-        raise _Wrong(f"drafting, shadows, lookups or forecast: {error}") from error
+    forecast = record.get("forecast")
+    return {
+        "policy_ms": _time(record, "policy_ms") if "policy_ms" in record else 0.0,
+        "reason": str(record.get("reason", "")),
+        "drafters": tuple(map(_drafting, _list(record.get("drafting", []), "drafting"))),
+        "shadows": tuple(map(_shadow, _list(record.get("shadows", []), "shadows"))),
+        "lookups": tuple(map(_lookup, _list(record.get("lookups", record.get("looks", [])), "lookups"))),
+        "forecast": None if forecast is None else Forecast(*_parts(forecast, "forecast", FORECAST)),
+    }
+
+
+# What the entries of a list of numbers and names are called, in order; `_ms`: a time, `drafter`: a name, else a count.
+DRAFTING = ("drafter", "num_rows", "num_steps", "num_catch_up", "num_proposed", "draft_ms")
+SHADOW = ("seq_id", "drafter", "num_verified", "num_drafts", "num_confirmed", "confidence", "num_context")
+LOOKUP = ("seq_id", "drafter", "k", "num_proposed")
+FORECAST = ("step_ms", "tokens_ms", "plain_ms")
+
+
+def _parts(value: Any, what: str, names: Sequence[str], least: int = 0) -> list[Any]:
+    """The entries of one list, each of its kind; those behind the first `least` may be left out where that is not 0."""
+    given = _list(value, what)
+    if not (least or len(names)) <= len(given) <= len(names):
+        raise _Wrong(f"an entry of {what} must be [{', '.join(names)}], got {shown(value)}")
+    record = dict(zip(names, given, strict=False))
+    return [
+        _time(record, name) if name.endswith("_ms") else _name(record, name) if name == "drafter"
+        else _confidence(record[name]) if name == "confidence" else _count(record, name)
+        for name in record
+    ]  # fmt: skip
+
+
+def _drafting(part: Any) -> DrafterFeedback:
+    return DrafterFeedback(*_parts(part, "drafting", DRAFTING))
 
 
 def _shadow(part: Any) -> ShadowFeedback:
-    seq_id, drafter, num_verified, num_drafts, num_confirmed, confidence, *num_context = part
-    return ShadowFeedback(seq_id, drafter, num_verified, num_drafts, num_confirmed, _confidence(confidence), *num_context)
+    return ShadowFeedback(*_parts(part, "shadows", SHADOW, least=len(SHADOW) - 1))
 
 
 def _lookup(part: Any) -> LookupFeedback:
-    seq_id, drafter, k, num_proposed = part
-    return LookupFeedback(int(seq_id), str(drafter), int(k), int(num_proposed))
+    return LookupFeedback(*_parts(part, "lookups", LOOKUP))
 
 
 def _sequence(row: Mapping[str, Any]) -> SequenceFeedback:
@@ -292,32 +318,42 @@ def _sequence(row: Mapping[str, Any]) -> SequenceFeedback:
     counts: dict[str, Any] = {name: _count(row, name) for name in names}
     if not counts["num_accepted"] <= counts["num_drafts"] <= counts["num_proposed"]:
         raise _Wrong(f"needs num_accepted <= num_drafts <= num_proposed, got {counts}")
-    if not isinstance(row["drafter"], str):
-        raise _Wrong(f"drafter must be a name, got {row['drafter']!r}")
     del counts["max_k"]
-    return SequenceFeedback(drafter=row["drafter"], confidence=_confidence(row["confidence"]), **counts)
+    return SequenceFeedback(drafter=_name(row, "drafter"), confidence=_confidence(row["confidence"]), **counts)
 
 
 def _confidence(values: Any) -> tuple[float, ...] | None:
-    return None if values is None else tuple(math.nan if value is None else float(value) for value in values)
+    """Null: none. One that was not a number is null in the list."""
+    if values is None:
+        return None
+    for value in _list(values, "confidence"):
+        if value is not None and not (is_number(value) and 0.0 <= value <= 1.0):
+            raise _Wrong(f"confidence must be numbers from 0 to 1, got {shown(value)}")
+    return tuple(math.nan if value is None else float(value) for value in values)
+
+
+def _name(record: Mapping[str, Any], name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise _Wrong(f"{name} must be a name, got {shown(value)}")
+    return value
 
 
 def _count(record: Mapping[str, Any], name: str) -> int:
     value = record.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _Wrong(f"{name} must be a whole number >= 0, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
+        raise _Wrong(f"{name} must be a whole number >= 0, got {shown(value)}")
     return value
 
 
 def _time(record: Mapping[str, Any], name: str) -> float:
-    value = record.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value < math.inf:
-        raise _Wrong(f"{name} must be a number of milliseconds >= 0, got {value!r}")
+    value: Any = record.get(name)
+    if not is_number(value) or not 0.0 <= value <= LARGEST:
+        raise _Wrong(f"{name} must be a number of milliseconds >= 0, got {shown(value)}")
     return float(value)
 
 
-def _column(record: Mapping[str, Any], name: str) -> list[Any]:
-    value = record.get(name)
+def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _Wrong(f"{name} must be a list with one entry per sequence, got {value!r}")
+        raise _Wrong(f"{name} must be a list, got {shown(value)}")
     return value

@@ -94,9 +94,10 @@ def gather(trace: Trace, seed: int = 0) -> Evidence:
                 drafted.setdefault(drafter)
         for shadow in step.feedback.shadows:
             if shadow.num_context and shadow.seq_id in recorded and shadow.num_drafts:
-                mark = marks.setdefault((shadow.seq_id, shadow.drafter), _Marks())
-                mark.see_shadow(shadow.num_context - recorded[shadow.seq_id].num_prompt, shadow)
-                drafted.setdefault(shadow.drafter)
+                position = shadow.num_context - recorded[shadow.seq_id].num_prompt
+                if position >= 0:
+                    marks.setdefault((shadow.seq_id, shadow.drafter), _Marks()).see_shadow(position, shadow)
+                    drafted.setdefault(shadow.drafter)
     sequences = sorted(recorded.values(), key=lambda record: (record.first, record.seq_id))
     ends: list[int] = []
     for record in sequences:
@@ -159,7 +160,7 @@ def _fill(name: str, sequences: Iterable[Recorded], marks: dict[tuple[int, str],
                     follows[mark.codes[position - 1], code] += 1
     chances = np.cumsum(follows / follows.sum(axis=1, keepdims=True), axis=1)
     num_known = num_positions = 0
-    pool = np.array(limits, dtype=np.int64)
+    pool = np.array(limits or [ENDLESS], dtype=np.int64)   # tails alone do not say how long a draft is
     for record in sequences:
         mark = marks.get((record.seq_id, name), _Marks())
         codes = np.full(record.num_output, UNKNOWN, dtype=np.int8)
