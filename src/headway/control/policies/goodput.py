@@ -1,33 +1,29 @@
 """Speculate where it pays: drafter, k and what is verified, per request and step, from measured cost and acceptance.
 
-Time has a price: `rate`, the tokens a millisecond is worth, is the plain rate B / T(B) times the speed-up that speculation
-reached lately. Every decision compares tokens gained with milliseconds spent at that price:
+Time has a price: a millisecond is worth the tokens that it brings now. Every decision compares tokens gained with milliseconds spent at
+that price. This file has the hooks; the parts are in control/goodput/. Read them in this order:
 
-    whom to ask     what asking a drafter for this request has brought lately, net of verification and of drafting on
-                    (goodput/gain.py), against what one draft costs, catching up included. The best drafter of a request wins,
-                    with a bonus for the one it has; a group that does not pay for its drafter's fixed cost is not asked.
-    in which order  drafters that copy for next to nothing are looked at before a dear one is asked, and each step decides with their
-                    drafts in hand who drafts (goodput/decision.py)
-    how deep        the k beyond which a further position gains less over all asked requests than drafting it costs; where one token
-                    takes a while, decided before each by the confidence of those drafted (goodput/stopping.py)
-    what to verify  goodput/allocation.py over all drafts at once, with calibrated confidence, against T(n) of the cost model
+    prices         what time is worth, and what the step to come takes without drafts
+    gain           what asking a drafter brings each request, net of verification
+    assignment     whom to ask: the best drafter of a request wins when its gain exceeds its price
+    draft_length   how many tokens to draft, and, where one takes a while, for whom to go on
+    verification   which of the drafts to verify, for the whole batch at once
+    decision       one step, from `plan` to `observe`; who drafts once the cheap drafters were looked up
+    exploration    trying drafters that do not seem to pay, as far as their `budget` allows
+    guard          plain steps are measured; a drafter that loses against them is switched off
+    learning       what a step teaches
+    acceptance, drafter_state    what is known of each drafter
 
 Sampled drafts get their length from statistics known before they are drawn and are verified whole, as the losslessness rule of
 control/policy.py demands. Drafts that are a function of the prefix are trimmed after drafting, when their confidence is known.
 
-Exploration is paid from a bucket per drafter, together a share of the time (goodput/drafter_state.py): requests it does not seem to pay for
-are tried again, all at once; where another drafter is at work, with a shadow draft that is not verified. What probes lead to is put back
-into the bucket, so that bursts of copied text pay for finding the next one. A shadow draft of a drafter that is switched off grants
-another where it would have paid: it then spends that share over the share of those that would not. New drafters: goodput/exploration.py.
+Whom to ask holds for HOLD_STEPS while the batch stays the same. The policy's own time has a price, too: when all that asking would gain
+is less than that, nobody is asked. What is known outlives a run (`learned`), as a first guess that the first requests test.
 
-What is decided before drafting holds for HOLD_STEPS while the batch stays the same, and when nobody is worth asking nothing is decided
-for REST_STEPS. The policy's own time has a price, too: when all that asking would gain is less than that, nobody is asked. What is
-known of acceptance and worth outlives a run (`learned`), as a first guess that the first requests test.
-
-The guard (goodput/guard.py) compares with a measured counterfactual. Guaranteed, while costs and acceptance change more slowly
-than it remembers (150 steps): time lost against plain decoding is at most about that for probes, beyond what they bring, plus
-TOLERANCE that counts as noise, plus the policy's own time; and each time a workload turns against a drafter, the loss of the steps until
-its account shows it (20 to 150). Not guaranteed: anything against a workload that flips faster than that.
+Guaranteed, while costs and acceptance change more slowly than the guard remembers (150 steps): time lost against plain decoding is at
+most what the budgets allow beyond what their probes bring, plus TOLERANCE that counts as noise, plus the policy's own time; and each time
+a workload turns against a drafter, the loss of the steps until its account shows it (20 to 150). Not guaranteed: anything against a
+workload that flips faster than that.
 """
 
 from __future__ import annotations
