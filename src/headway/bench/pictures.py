@@ -39,19 +39,20 @@ def _write(analysis: Analysis, path: Path, rows: list[tuple[str, Read, float | N
     figure = Figure(figsize=(4.6 * len(by_workload), height * len(rows)), layout="constrained", dpi=110)
     axes = figure.subplots(len(rows), len(by_workload), squeeze=False, sharey="row")
     for column, (workload, cells) in enumerate(by_workload.items()):
-        for row, (label, read, bottom) in enumerate(rows):
+        for row, (label, read, _) in enumerate(rows):
             axis = axes[row][column]
             for name in analysis.configurations:
                 axis.plot(*zip(*[(load, read(analysis, cell, name)) for load, cell in cells], strict=True), **_style(analysis, name))
             axis.set_xscale("log", base=2)
             axis.set_xticks([load for load, _ in cells], [str(load) for load, _ in cells])
-            axis.set_ylim(bottom=bottom or 0.0)
             axis.grid(alpha=0.3)
             if column == 0:
                 axis.set_ylabel(label)
         axes[0][column].set_title(workload)
         axes[-1][column].set_xlabel("requests in flight")
-    axes[0][-1].legend(fontsize=7)
+    for row, (_, _, bottom) in enumerate(rows):
+        axes[row][0].set_ylim(bottom=bottom or 0.0)   # all columns are drawn: they share it
+    axes[0][-1].legend(fontsize=8)
     FigureCanvasAgg(figure)   # the figure draws on it
     figure.savefig(path)
     return True
@@ -62,5 +63,5 @@ def _style(analysis: Analysis, name: str) -> dict[str, Any]:
     color = GRAY if name == OFF else COLORS[analysis.configurations.index(name) % len(COLORS)]
     return {
         "color": color, "linestyle": "--" if name == OFF else "-", "linewidth": 1.2 if is_static(name) else 2.8, "marker": "o",
-        "markersize": 3, "label": "no speculation" if name == OFF else name,
+        "markersize": 3, "label": "no speculation" if name == OFF else name if is_static(name) else f"{name}, policy decides",
     }  # fmt: skip
