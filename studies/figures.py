@@ -81,10 +81,15 @@ def sweep(document: Mapping[str, Any], names: Sequence[str]) -> str:
     ratios = document["analysis"]["against_off"]
     cells = list(names) or list(ratios)
     rows = [
-        [_configuration(name), *(_ratio(ratios[cell][name]["ratio"], _configuration(name).startswith("**")) for cell in cells)]
+        [_configuration(name), *(_ratio(_value(ratios[cell][name]), _configuration(name).startswith("**")) for cell in cells)]
         for name in document["configurations"] if name != "off"
     ]  # fmt: skip
     return _markdown(["", *map(_cell, cells)], rows)
+
+
+def _value(found: Mapping[str, Any]) -> float:
+    """The ratio of totals; older files have the median over rounds."""
+    return float(found["ratio"] if "ratio" in found else found["median"])
 
 
 def against_vllm(document: Mapping[str, Any], names: Sequence[str]) -> str:
