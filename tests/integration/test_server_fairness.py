@@ -151,7 +151,7 @@ def test_leaving_while_the_prompt_is_tokenized_drops_the_rest(server: LiveServer
         assert resume.wait(60)
         return encode(self, given, add_special_tokens)
 
-    # Long for the loop, but one that could fit: with the space of a token that no text has.
+    # As for a tokenizer of which nothing is known.
     monkeypatch.setattr(Tokenizer, "min_num_tokens", lambda self, text: 0)
     monkeypatch.setattr(Tokenizer, "encode_aside", slow)
     added = Spy(monkeypatch, server.engine, "add")
@@ -197,6 +197,7 @@ def test_unread_answers_are_bounded_and_the_slowest_reader_is_dropped(make_serve
         on_loop(much.get())
     assert sum(len(delta.token_ids) for _, delta in on_loop(little.get())) == 20
     assert server.bridge.num_unread == 0
+    assert "headway:requests_dropped_total{" in server.client.get("/metrics").text
     assert len(server.complete(prompt="x", max_tokens=300, ignore_eos=True)["choices"]) == 1   # whoever reads is not dropped
     assert server.bridge.num_dropped == 1
 

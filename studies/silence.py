@@ -1,0 +1,149 @@
+"""How long one client's request can silence another client: a server on one core, a stream that somebody reads, and beside it a
+request that asks for much.
+
+    python studies/silence.py --server NAME=SOURCE_FOLDER ... [--rows ROW ...] [--output FILE.json]
+
+Each row has a server of its own, pinned to the first core; the clients run on the others. The silence is the longest time between two
+pieces of the stream from the moment at which the request is sent until `--settle-s` after it is answered, and at most `--limit-s`;
+"over" tells whether it ended by then. Each server runs the code of a source folder, so that commits can be compared. Prints a line
+per row; the last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from record import origin, publish
+from servers import Server
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is asked, and after how many seconds the client leaves (None: never)."""
+
+    body: Body
+    leaves_after_s: float | None = None
+
+
+def words(count: int) -> list[str]:
+    return [f"w{number}" for number in range(count)]
+
+
+LENGTH = 4_190_000   # of a prompt that, with the rest of its body, the server takes: 4 MiB
+SHORT = {"prompt": "x", "max_tokens": 2}
+ROWS = {
+    "nothing": Row(SHORT),
+    "300,000 bad words, n = 1": Row(SHORT | {"bad_words": words(300_000)}),
+    "300,000 bad words, n = 8": Row(SHORT | {"bad_words": words(300_000), "n": 8}),
+    "300,000 bad words, n = 128, gone after 3 s": Row(SHORT | {"bad_words": words(300_000), "n": 128}, 3.0),
+    "1,000 bad words, n = 8": Row(SHORT | {"bad_words": words(1000), "n": 8}),
+    "4 MB of words": Row({"prompt": "word " * (LENGTH // 5), "max_tokens": 2}),
+    "a word of 4 MB": Row({"prompt": "x" * LENGTH, "max_tokens": 2}),
+    "a prompt of 8,000 tokens": Row({"prompt": "word " * 8000, "max_tokens": 2}),
+    "prompt_logprobs 20 on 8,000 tokens": Row({"prompt": "word " * 8000, "max_tokens": 2, "prompt_logprobs": 20}),
+}
+
+
+@dataclass
+class Listener:
+    """Reads a stream and notes when its pieces come: monotonic seconds."""
+
+    url: str
+    times: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        body = {"prompt": "Once upon a time", "max_tokens": 7000, "ignore_eos": True, "temperature": 0, "stream": True}
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=None) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self.times.append(time.monotonic())
+        except httpx.HTTPError:   # the server is killed at the end of the row
+            pass
+
+    def silence(self, start: float, end: float) -> float:
+        marks = [max((at for at in self.times if at <= start), default=start), *(at for at in self.times if start < at <= end), end]
+        return max(later - earlier for earlier, later in itertools.pairwise(marks))
+
+
+def measure(server: Server, row: Row, limit_s: float, settle_s: float) -> dict[str, Any]:
+    listener = Listener(server.url)
+    threading.Thread(target=listener.run, daemon=True).start()
+    while len(listener.times) < 50:
+        time.sleep(0.1)
+    start = time.monotonic()
+    status: int | None = None
+    try:
+        timeout = httpx.Timeout(row.leaves_after_s or limit_s)
+        status = httpx.post(f"{server.url}/v1/completions", json=row.body, timeout=timeout).status_code
+    except httpx.TimeoutException:
+        pass
+    answered = time.monotonic()
+    over = row.leaves_after_s is not None or status is not None
+    time.sleep(settle_s)
+    while time.monotonic() - listener.times[-1] > settle_s and time.monotonic() - start < limit_s:
+        time.sleep(0.1)   # what the client has left goes on
+    end = time.monotonic()
+    return {
+        "silence_s": round(listener.silence(start, end), 2),
+        "answered_s": round(answered - start, 2),
+        "status": status,
+        "over": over and end - listener.times[-1] <= settle_s,
+    }
+
+
+def start(source: str, args: argparse.Namespace) -> Server:
+    command = ["taskset", "-c", str(args.core), sys.executable, "-m", "headway.cli.main", "serve", args.model]
+    flags = ["--port", str(args.port), "--dtype", "bfloat16"]
+    return Server("headway", [*command, *flags], args.port, {"PYTHONPATH": str(Path(source).absolute())})
+
+
+def commit_of(source: str) -> str:
+    command = ["git", "-C", source, "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", action="append", required=True, metavar="NAME=FOLDER", help="a name, and the src folder that it runs")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--limit-s", type=float, default=60.0)
+    parser.add_argument("--settle-s", type=float, default=2.0)
+    parser.add_argument("--port", type=int, default=8107)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    args.core = cores[0]
+    os.sched_setaffinity(0, set(cores[1:]) or {cores[0]})
+    sources = dict(each.split("=", 1) for each in args.server)
+    found: list[dict[str, Any]] = []
+    for name, source in sources.items():
+        for row in args.rows:
+            server = start(source, args)
+            try:
+                measured = measure(server, ROWS[row], args.limit_s, args.settle_s)
+            finally:
+                server.stop()
+            found.append({"server": name, "row": row, **measured})
+            print(json.dumps(found[-1]), flush=True)
+    servers = {name: {"commit": commit_of(source)} for name, source in sources.items()}
+    document = {"benchmark": "silence", **origin(), "model": args.model, "limit_s": args.limit_s, "servers": servers, "rows": found}
+    publish(document, args.output)
+
+
+if __name__ == "__main__":
+    main()
