@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import unicodedata
 
@@ -10,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from headway.engine.byte_chars import BYTE_OF_CHAR
 from headway.engine.token_reach import CANONICAL_SHRINKS, reach_of
 from tests.tiny import byte_fallback_tokenizer, byte_level_tokenizer
 
-TEXT = "Å \u212b\u1fef\u037e 한국어 \u1112\u1161\u11ab e\u0301 漢字 😀 the the    \n\n\t0123 <|im_end|>    <|im_end|>"
+TEXT = "\u2014\x04 Å \u212b\u1fef\u037e 한국어 \u1112\u1161\u11ab e\u0301 漢字 😀 the the    \n\n\t0123 <|im_end|>    <|im_end|>"
 
 
 def byte_level(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
@@ -29,6 +31,14 @@ def stripping() -> Tokenizer:
     return tokenizer
 
 
+def without_some_bytes(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
+    description = json.loads(byte_level(normalizer).to_str())
+    vocabulary = description["model"]["vocab"]
+    for byte in (0x04, 0xE2, 0xF1):
+        vocabulary[f"-{byte}-"] = vocabulary.pop({value: char for char, value in BYTE_OF_CHAR.items()}[byte])
+    return Tokenizer.from_str(json.dumps(description))
+
+
 KNOWN = {
     "bytes": byte_level(),
     "NFC": byte_level(normalizers.NFC()),
@@ -36,6 +46,7 @@ KNOWN = {
     "replace": byte_level(normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace("the", "t")])),
     "fallback": byte_fallback_tokenizer(320),
     "stripping": stripping(),
+    "some bytes": without_some_bytes(),
 }
 UNKNOWN = {
     "NFKC": byte_level(normalizers.NFKC()),
@@ -43,6 +54,7 @@ UNKNOWN = {
     "regex": byte_level(normalizers.Replace(Regex(" +"), " ")),
     "removal": byte_level(normalizers.Replace(" ", "")),
     "words": Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")),
+    "bytes that a normalizer makes": without_some_bytes(normalizers.NFC()),
     "no bytes": Tokenizer(models.BPE({"a": 0, "?": 1}, [], unk_token="?", fuse_unk=True)),
 }
 
@@ -60,7 +72,7 @@ def splitting_spaces_off() -> Tokenizer:
 def test_never_more_than_the_tokens_that_come_out(name: str, text: str) -> None:
     reach = reach_of(KNOWN[name])
     assert reach is not None
-    for whole in (text, text * 5, text + "<all around>" + " " * 500):
+    for whole in (text, text * 5, text + "<all around>" + " " * 500, text + "\x04\u2014" * 500):
         count = len(KNOWN[name].encode(whole.encode("utf-8", "replace").decode(), add_special_tokens=False).ids)
         assert reach.min_num_tokens(whole) <= count
 

@@ -4,4 +4,3 @@ _KEPT = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *rang
 _OTHERS = [byte for byte in range(256) if byte not in _KEPT]
 
 BYTE_OF_CHAR = {chr(byte): byte for byte in _KEPT} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
-BYTE_CHARS = tuple(BYTE_OF_CHAR)

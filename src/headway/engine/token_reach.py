@@ -1,7 +1,7 @@
 """How much text one token can stand for: what tells that a prompt is too long without tokenizing it.
 
-Known for tokenizers that write down every byte: BPE over bytes, or with a token for each byte, behind steps that drop nothing. The steps
-are read from the tokenizer itself; with one that is not listed here nothing is claimed.
+Known for tokenizers that write down every byte they have a token for: BPE over bytes, or with a token for each byte, behind steps that
+drop nothing. The steps are read from the tokenizer itself; with one that is not listed here nothing is claimed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.engine.byte_chars import BYTE_CHARS
+from headway.engine.byte_chars import BYTE_OF_CHAR
 
 # Canonical equivalence makes at most 3.5 bytes into one: U+1FBE U+0308 U+0301, seven bytes, are U+0390, two.
 CANONICAL_SHRINKS = 4
+NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 Part = Mapping[str, Any]
@@ -27,14 +28,16 @@ class Reach:
 
     longest  bytes of UTF-8
     strips   some tokens take in all white space around them, which is not counted then
+    unknown  bytes without a token, which become nothing or one unknown token for any number of them, and are not counted either
     """
 
     longest: int
     strips: bool
+    unknown: bytes
 
     def min_num_tokens(self, text: str) -> int:
         counted = "".join(text.split()) if self.strips else text
-        return -(-len(counted.encode("utf-8", "replace")) // self.longest)
+        return -(-len(counted.encode("utf-8", "replace").translate(None, self.unknown)) // self.longest)
 
 
 def reach_of(rust: Any) -> Reach | None:
@@ -45,13 +48,20 @@ def reach_of(rust: Any) -> Reach | None:
     vocabulary = rust.get_vocab(with_added_tokens=False)
     if type(rust.model).__name__ != "BPE" or rust.truncation or not (shrinks and all(map(_keeps_all, pre_tokenizers))):
         return None
-    # Then no text becomes an unknown token, which would stand for any length of it.
-    if not all(byte in vocabulary for byte in (BYTE_CHARS if is_byte_level else BYTE_TOKENS if rust.model.byte_fallback else (None,))):
+    if is_byte_level:
+        unknown = bytes(byte for char, byte in BYTE_OF_CHAR.items() if char not in vocabulary and byte not in NEVER_IN_UTF8)
+    elif rust.model.byte_fallback and all(token in vocabulary for token in BYTE_TOKENS):
+        unknown = b""
+    else:
+        return None
+    if unknown and normalizers:   # they may make such bytes
         return None
     added = rust.get_added_tokens_decoder().values()
     longest = max(len(token) if is_byte_level else len(token.encode()) for token in vocabulary)
     return Reach(
-        shrinks * max([longest, *(len(token.content.encode()) for token in added)]), any(token.lstrip or token.rstrip for token in added)
+        shrinks * max([longest, *(len(token.content.encode()) for token in added)]),
+        any(token.lstrip or token.rstrip for token in added),
+        unknown,
     )
 
 
