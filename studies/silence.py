@@ -4,10 +4,9 @@ request that asks for much.
     python studies/silence.py --server NAME=SOURCE_FOLDER ... [--rows ROW ...] [--output FILE.json]
 
 A server is pinned to the first core, and started again after a row that it has not got over; the clients run on the other cores. The
-silence is the longest time between two
-pieces of the stream from the moment at which the request is sent until `--settle-s` after it is answered, and at most `--limit-s`;
-"over" tells whether it ended by then. Each server runs the code of a source folder, so that commits can be compared. Prints a line
-per row; the last line is one JSON document.
+silence is the longest time between two pieces of the stream from the moment at which the request is sent until `--settle-s` after it
+is answered, and at most `--limit-s`; "over" tells whether it ended by then. Each server runs the code of a source folder, so that
+commits can be compared. Prints a line per row; the last line is one JSON document.
 """
 
 from __future__ import annotations
