@@ -3,10 +3,10 @@ request that asks for much.
 
     python studies/silence.py --server NAME=SOURCE_FOLDER ... [--rows ROW ...] [--output FILE.json]
 
-Each row has a server of its own, pinned to the first core; the clients run on the others. The silence is the longest time between two
-pieces of the stream from the moment at which the request is sent until `--settle-s` after it is answered, and at most `--limit-s`;
-"over" tells whether it ended by then. Each server runs the code of a source folder, so that commits can be compared. Prints a line
-per row; the last line is one JSON document.
+A server is pinned to the first core, and started again after a row that it has not got over; the clients run on the other cores. The
+silence is the longest time between two pieces of the stream from the moment at which the request is sent until `--settle-s` after it
+is answered, and at most `--limit-s`; "over" tells whether it ended by then. Each server runs the code of a source folder, so that
+commits can be compared. Prints a line per row; the last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Listener:
 
     url: str
     times: list[float] = field(default_factory=list)
+    stopped: bool = False
 
     def run(self) -> None:
         body = {"prompt": "Once upon a time", "max_tokens": 7000, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -71,6 +72,8 @@ class Listener:
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
                         self.times.append(time.monotonic())
+                    if self.stopped:
+                        return
         except httpx.HTTPError:   # the server is killed at the end of the row
             pass
 
@@ -97,6 +100,7 @@ def measure(server: Server, row: Row, limit_s: float, settle_s: float) -> dict[s
     while time.monotonic() - listener.times[-1] > settle_s and time.monotonic() - start < limit_s:
         time.sleep(0.1)   # what the client has left goes on
     end = time.monotonic()
+    listener.stopped = True
     return {
         "silence_s": round(listener.silence(start, end), 2),
         "answered_s": round(answered - start, 2),
@@ -132,14 +136,16 @@ def main() -> None:
     sources = dict(each.split("=", 1) for each in args.server)
     found: list[dict[str, Any]] = []
     for name, source in sources.items():
-        for row in args.rows:
-            server = start(source, args)
-            try:
-                measured = measure(server, ROWS[row], args.limit_s, args.settle_s)
-            finally:
-                server.stop()
-            found.append({"server": name, "row": row, **measured})
-            print(json.dumps(found[-1]), flush=True)
+        server = start(source, args)
+        try:
+            for row in args.rows:
+                found.append({"server": name, "row": row, **measure(server, ROWS[row], args.limit_s, args.settle_s)})
+                print(json.dumps(found[-1]), flush=True)
+                if not found[-1]["over"]:
+                    server.stop()
+                    server = start(source, args)
+        finally:
+            server.stop()
     servers = {name: {"commit": commit_of(source)} for name, source in sources.items()}
     document = {"benchmark": "silence", **origin(), "model": args.model, "limit_s": args.limit_s, "servers": servers, "rows": found}
     publish(document, args.output)
