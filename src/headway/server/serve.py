@@ -37,7 +37,7 @@ def serve(engine_config: EngineConfig, options: ServerOptions, *, progress: bool
     from headway.engine.engine import Engine  # not at the top: imports torch
 
     # Loading on a thread that ends lets its OpenMP workers end, too. Were they the main thread's, they would stay beside those
-    # of the engine's thread: with more workers than cores OpenMP stops spinning, and each of a step's 300 parallel regions waits
+    # of the engine's thread: with more workers than cores OpenMP stops spinning, and each parallel operation of PyTorch's waits
     # to be woken.
     with ThreadPoolExecutor(1) as loader:
         engine = loader.submit(Engine, engine_config, progress=progress).result()
