@@ -101,7 +101,10 @@ class Weights:
     def _paths(self) -> Iterator[Path]:
         index = self.directory / "model.safetensors.index.json"
         if index.exists():
-            files = JsonObject.read(index, ModelError).child("weight_map")
+            document = JsonObject.read(index, ModelError)
+            if not document.has("weight_map"):
+                raise ModelError(f"{index} is not a valid index: it has no weight_map")
+            files = document.child("weight_map")
             yield from (self.directory / name for name in sorted({files.text(tensor) for tensor in files.values}))
         elif (single := self.directory / "model.safetensors").exists():
             yield single
