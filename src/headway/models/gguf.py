@@ -165,10 +165,10 @@ def _hf_tensors(path: Path, config: dict[str, Any], tensors: dict[str, Any]) -> 
             continue
         try:
             weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
-        except (ValueError, NotImplementedError) as error:
+            if config["model_type"] == "llama" and (".attn_q." in name or ".attn_k." in name):
+                weight = unpermute(weight, config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"])
+        except (ValueError, NotImplementedError, RuntimeError, ArithmeticError, IndexError, TypeError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be dequantised: {error}") from error
-        if config["model_type"] == "llama" and (".attn_q." in name or ".attn_k." in name):
-            weight = unpermute(weight, config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"])
         yield hf_name(path, name), weight.to(torch.bfloat16).contiguous()
 
 
