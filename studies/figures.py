@@ -118,7 +118,7 @@ def _configuration(name: str) -> str:
     drafters, fixed, k = name.partition("-k")
     if fixed:
         return f"`{drafters}`, always {k}"
-    return "**" + " + ".join(f"`{drafter}`" for drafter in name.split("+")) + ("**" if name == "goodput" else "**, default policy")
+    return "**" + " + ".join(f"`{drafter}`" for drafter in name.split("+")) + ("**" if name == "goodput" else "**, policy")
 
 
 def _cell(name: str) -> str:
