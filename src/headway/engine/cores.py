@@ -14,17 +14,18 @@ import torch
 logger = logging.getLogger("headway.engine")
 
 CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 WINDOW_S = 10.0     # of steps, over which the share is taken: a neighbour of a second is nobody's news
 CROWDED = 0.8       # share of a core: the engine's thread gets 0.95 and more on a machine of its own
 
 
 def num_usable() -> int:
-    """Cores by affinity, or the quota of the control group rounded to whole cores where that is less; 1 at least.
+    """Cores by affinity, or the quota of the control groups rounded to whole cores where that is less; 1 at least.
 
     More threads than the quota has cores use it up early in each period, and all of them stand still for the rest of it.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _quota(CGROUP)
+    quota = _quota(CGROUP, MEMBERSHIP)
     return cores if quota is None else max(1, min(cores, int(quota + 0.5)))
 
 
@@ -36,14 +37,30 @@ def set_threads(num_threads: int | None) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _quota(root: Path) -> float | None:
-    """Cores that the control group grants: of version 2 (cpu.max) or 1; None: as many as there are."""
+def _quota(root: Path, membership: Path) -> float | None:
+    """Cores that the control groups of this process grant, the least along its path; None: as many as there are."""
     try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text(encoding="utf-8").split()
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    granted: list[float] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "cpu" if controllers else root
+        group = mount / path.strip("/")     # a container's mount often is its group, and the path the host's: parents are read, too
+        granted.extend(quota for each in (group, *group.parents) if each.is_relative_to(mount) and (quota := _granted(each)) is not None)
+    return min(granted, default=None)
+
+
+def _granted(group: Path) -> float | None:
+    try:
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text(encoding="utf-8")
-            period = (root / "cpu" / "cpu.cfs_period_us").read_text(encoding="utf-8")
+            quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8")
+            period = (group / "cpu.cfs_period_us").read_text(encoding="utf-8")
         return None if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None
