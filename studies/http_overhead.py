@@ -23,7 +23,7 @@ from typing import Any
 from record import origin, publish
 from servers import BIN, Server
 
-from headway.bench import client, records, serve, workloads
+from headway.bench import client, http_load, records, workloads
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.tokenizer import Tokenizer
 from headway.models import hub
@@ -64,9 +64,9 @@ class InProcess:
 
 
 def over_http(server: Server, model: str, prompts: list[list[int]], load: records.LoadOptions) -> dict[str, Any]:
-    options = serve.ServeOptions(base_url=server.url)
+    options = http_load.ServeOptions(base_url=server.url)
     loop_s = _main_thread_cpu_s(server.process.pid)
-    run = client.run(serve.run(prompts, model, load, options))
+    run = client.run(http_load.run(prompts, model, load, options))
     loop_s = _main_thread_cpu_s(server.process.pid) - loop_s
     if run.errors:
         raise SystemExit(f"a request failed: {run.errors[0]}")
@@ -127,7 +127,7 @@ def main() -> None:
     in_process = InProcess(["--model", directory, "--spec", args.spec])
     cells = []
     try:
-        model = client.run(serve.served_model(serve.ServeOptions(base_url=server.url).target()))
+        model = client.run(http_load.served_model(http_load.ServeOptions(base_url=server.url).target()))
         for concurrency in args.concurrency:
             size = concurrency * args.prompts_per_request
             prompts = [prompt.encode(tokenizer) for prompt in workloads.load(args.workload, size * (args.repeats + 1), seed=concurrency)]

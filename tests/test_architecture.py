@@ -6,7 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import headway
 SOURCE = Path(headway.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # Room -> layer. A room may import rooms of lower layers, and itself.
@@ -161,7 +161,7 @@ def test_control_is_standard_library_and_numpy(path: Path) -> None:
         "import headway.drafters.ngram, headway.drafters.suffix",
         "from headway.config import SpeculativeConfig; SpeculativeConfig.parse('default').build_drafter()",
         "from headway.config import SpeculativeConfig; SpeculativeConfig.parse('ngram').build_policy()",
-        "import headway.bench.workloads, headway.bench.client, headway.bench.serve",
+        "import headway.bench.workloads, headway.bench.client, headway.bench.http_load",
     ],
     ids=["headway", "control", "drafters", "build_drafter", "build_policy", "bench client"],
 )
@@ -227,9 +227,31 @@ def test_public_names_are_sorted_and_there(path: Path) -> None:
 
 # -- a module writes its own attributes only ---------------------------------------------------------------------------
 
+# What is made to be filled in by another module: the scheduler alone moves sequences on, the kernels' callers fill the kernels' arguments,
+# and the rest belongs to libraries (argparse, ctypes, FastAPI, vLLM's requests and worker).
+FILLED_IN = {
+    "engine/scheduler.py": {"seq", "row"},
+    "drafters/core/feature_native.py": {"args", "stack"},
+    "models/attention_native.py": {"rotate", "attention"},
+    "models/stack_native.py": {"args"},
+    "native/ops.py": {"args"},
+    "native/__init__.py": {"found", "self._dll.plan"},
+    "models/gguf.py": {"tokenizer"},
+    "cli/bench_sweep.py": {"args"},
+    "cli/flags.py": {"args"},
+    "cli/main.py": {"args", "command"},
+    "cli/tune.py": {"args"},
+    "server/app.py": {"http.state"},
+    "server/openapi.py": {"app"},
+    "vllm/adapter.py": {"request", "output"},
+    "vllm/resolve.py": {"args", "parser"},
+    "vllm/runner.py": {"prepare_and_lighten", "runner", "WorkerWrapperBase"},
+}
 
-def foreign_writes(tree: ast.Module) -> Iterator[str]:
-    """"line: code" of each `other.attribute = ...` where `other` is neither self nor cls nor was made in the same function."""
+
+def foreign_writes(tree: ast.Module, own: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(object, "line: code") of each `object.attribute = ...` but for self, cls, an object made in the same function, and attributes of the
+    classes that the module itself defines (`own`)."""
     for function in [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
         made = {"self", "cls"}
         for node in ast.walk(function):
@@ -237,10 +259,21 @@ def foreign_writes(tree: ast.Module) -> Iterator[str]:
                 made |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         for node in ast.walk(function):
             if (
-                isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del))
+                isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)) and node.attr not in own
                 and not (isinstance(node.value, ast.Name) and node.value.id in made)
             ):  # fmt: skip
-                yield f"{node.lineno}: {ast.unparse(node)}"
+                yield ast.unparse(node.value), f"{node.lineno}: {ast.unparse(node)}"
+
+
+def own_attributes(tree: ast.Module) -> set[str]:
+    """What the classes of this module declare or assign to self."""
+    found = set()
+    for node in [inner for outer in ast.walk(tree) if isinstance(outer, ast.ClassDef) for inner in ast.walk(outer)]:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
 
 
 def is_class(function: ast.expr) -> bool:
@@ -249,15 +282,24 @@ def is_class(function: ast.expr) -> bool:
     return name == "cls" or name.lstrip("_")[:1].isupper()
 
 
-@pytest.mark.parametrize("path", in_rooms("control"), ids=short)
+@pytest.mark.parametrize("path", FILES, ids=short)
 def test_no_module_writes_attributes_of_other_objects(path: Path) -> None:
-    assert not list(foreign_writes(TREES[path]))
+    own = set() if path in in_rooms("control") else own_attributes(TREES[path])   # the controller's parts write nothing but themselves
+    allowed = FILLED_IN.get(short(path), set())
+    assert not [code for written, code in foreign_writes(TREES[path], own) if written not in allowed]
+
+
+def test_every_exception_is_needed() -> None:
+    for name, allowed in FILLED_IN.items():
+        tree = next(tree for path, tree in TREES.items() if short(path) == name)
+        assert allowed == {written for written, _ in foreign_writes(tree, own_attributes(tree))} & allowed
 
 
 def test_the_rule_sees_every_kind_of_write() -> None:
     tree = ast.parse(
         "def change(self, other):\n"
         "    self.a = 1\n    other.a = 1\n    other.a += 1\n    self.part.a = 1\n    other.a, b = 1, 2\n    del other.a\n"
-        "    mine = Thing()\n    mine.a = 1\n    found = look_up()\n    found.a: int = 1\n"
+        "    mine = Thing()\n    mine.a = 1\n    found = look_up()\n    found.a: int = 1\n    other.b = 1\n"
+        "class Other:\n    b: int\n"
     )
-    assert sorted(int(line.partition(":")[0]) for line in foreign_writes(tree)) == [3, 4, 5, 6, 7, 11]
+    assert sorted(int(code.partition(":")[0]) for _, code in foreign_writes(tree, own_attributes(tree))) == [3, 4, 5, 6, 7, 11]

@@ -12,8 +12,8 @@ from headway.control.costs import CostModel
 from headway.control.policy import AdaptivePolicy, BatchView, DrafterView, DraftView, Policy, Setup
 from headway.types import Choice, Feedback
 from headway.vllm.adapter import QUIET, REST, SHADOWS, Adapter
-from headway.vllm.counters import Counters
 from headway.vllm.proposer import ScoredDraft
+from headway.vllm.scheduler_counters import Counters
 
 
 class Recorder(AdaptivePolicy):

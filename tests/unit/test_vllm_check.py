@@ -11,11 +11,11 @@ import pytest
 
 from headway.cli.main import main
 from headway.errors import ConfigError
-from headway.vllm import check, flags
+from headway.vllm import check, server_flags
 from headway.vllm.check import Facts, facts_from_flags, judge
 from headway.vllm.settings import k_table
 
-GOOD = Facts(version="0.32.0", scheduler=flags.SCHEDULER, method="ngram", max_k=4, async_scheduling=False)
+GOOD = Facts(version="0.32.0", scheduler=server_flags.SCHEDULER, method="ngram", max_k=4, async_scheduling=False)
 
 
 def errors(facts: Facts) -> list[str]:
@@ -31,9 +31,9 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("method", flags.METHODS)
+@pytest.mark.parametrize("method", server_flags.METHODS)
 def test_the_flags_that_config_prints_pass_the_check(capsys: pytest.CaptureFixture[str], method: str) -> None:
-    model = ["--draft-model", "some/model"] if flags.METHODS[method].needs_model else []
+    model = ["--draft-model", "some/model"] if server_flags.METHODS[method].needs_model else []
     code, text = run(capsys, "config", "org/model", "--method", method, *model)
     assert code == 0
     words = shlex.split(text.replace("\\\n", " "))
@@ -45,8 +45,8 @@ def test_the_flags_that_config_prints_pass_the_check(capsys: pytest.CaptureFixtu
 
 
 def test_one_flag_beside_a_speculative_config_is_enough() -> None:
-    found = flags.serve_flags(method="ngram")
-    assert found == {"--scheduler-cls": flags.SCHEDULER, "--speculative-config": {"method": "ngram", "num_speculative_tokens": 8}}
+    found = server_flags.serve_flags(method="ngram")
+    assert found == {"--scheduler-cls": server_flags.SCHEDULER, "--speculative-config": {"method": "ngram", "num_speculative_tokens": 8}}
 
 
 def test_config_carries_policy_and_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +76,8 @@ def test_without_vllm_the_check_says_so_and_judges_the_flags_all_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "installed_version", lambda: None)
-    code, text = run(capsys, "check", "M", "--scheduler-cls", flags.SCHEDULER, "-sc", '{"method": "eagle", "model": "e"}', "-dp", "4")
+    words = ["M", "--scheduler-cls", server_flags.SCHEDULER, "-sc", '{"method": "eagle", "model": "e"}', "-dp", "4"]
+    code, text = run(capsys, "check", *words)
     assert code == 2
     assert "vLLM is not installed here" in text
     assert "data parallel (4) with eagle" in text
@@ -110,7 +111,7 @@ def test_a_good_setup_has_no_errors_and_no_warnings() -> None:
         ({"additional": {"headway": {"polizy": "x"}}}, "Did you mean 'policy'"),
         ({"additional": {"headway": {"trace": "/no/such/folder/x.jsonl"}}}, "folder does not exist"),
         ({"async_asked": True}, "--async-scheduling with ngram"),
-        ({"method": "custom_class", "model": flags.PROPOSER, "v2_runner": True}, "model runner V2 has no custom_class"),
+        ({"method": "custom_class", "model": server_flags.PROPOSER, "v2_runner": True}, "model runner V2 has no custom_class"),
         ({"method": "ngram_gpu", "device": "cpu"}, "ngram_gpu needs a GPU"),
         ({"method": "mtp", "data_parallel": 2}, "hang in the drafter's collectives"),
         ({"pipeline_parallel": 2}, "no attribute 'drafter'\" (gpu_model_runner.py, initialize_kv_cache_tensors"),
@@ -134,7 +135,7 @@ def test_what_cannot_work_is_an_error(changes: dict[str, Any], said: str) -> Non
         ({"pipeline_parallel": 2, "v2_runner": True}, "not tested"),
         ({"max_num_seqs": 256, "kv_tokens": 2048}, "50%"),
         ({"environment": {"VLLM_PLUGINS": "other"}}, "VLLM_PLUGINS"),
-        ({"scheduler": None, "method": "custom_class", "model": flags.PROPOSER}, "without its scheduler"),
+        ({"scheduler": None, "method": "custom_class", "model": server_flags.PROPOSER}, "without its scheduler"),
     ],
 )
 def test_what_loses_something_is_a_warning(changes: dict[str, Any], said: str) -> None:
@@ -154,8 +155,8 @@ def test_flags_are_read_in_each_of_vllms_spellings() -> None:
     dotted = ["-sc.method", "ngram", "M", "-sc.num_speculative_tokens=4", "--speculative-config.prompt_lookup_max", "5", "-tp", "2",
               "--enforce-eager", "--host", "x", "--no-async-scheduling"]
     expected = {"speculative_config": spec, "tensor_parallel_size": 2, "enforce_eager": True, "async_scheduling": False}
-    assert flags.read_flags(by_json) == expected
-    assert flags.read_flags(dotted) == expected
+    assert server_flags.read_flags(by_json) == expected
+    assert server_flags.read_flags(dotted) == expected
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_flags_are_read_in_each_of_vllms_spellings() -> None:
 )
 def test_a_value_that_is_none_is_an_error(words: list[str]) -> None:
     with pytest.raises(ConfigError):
-        flags.read_flags(words)
+        server_flags.read_flags(words)
 
 
 def test_flags_alone_decide_what_they_can() -> None:

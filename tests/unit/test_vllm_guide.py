@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from headway.cli.main import main
-from headway.vllm.flags import METHODS
+from headway.vllm.server_flags import METHODS
 from headway.vllm.settings import RequestSettings, Settings
 
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ from conftest import MODEL, NGRAM, Server, flags_of, start_server
 from record import origin, write
 
 from headway.models import hub
-from headway.vllm.flags import serve_flags
+from headway.vllm.server_flags import serve_flags
 
 STALL_S = 60.0           # without a single token, while requests wait for some
 SETTLE_S = 30.0

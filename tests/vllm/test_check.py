@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import SCHEDULER
 
-from headway.vllm import flags
+from headway.vllm import server_flags
 
 SPEC = {"method": "ngram", "num_speculative_tokens": 4}
 
@@ -50,7 +50,7 @@ def test_what_vllm_refuses_is_told_in_its_words(model_directory: str, words: lis
 
 @pytest.mark.parametrize("method", ["headway", "ngram"])
 def test_what_config_prints_works_here(model_directory: str, method: str) -> None:
-    given = flags.serve_flags(method=method)
+    given = server_flags.serve_flags(method=method)
     words = [word for name, value in given.items() for word in (name, value if isinstance(value, str) else json.dumps(value))]
     code, found = run(model_directory, "--dtype", "bfloat16", *words)
     assert code == 0, found

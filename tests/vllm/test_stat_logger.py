@@ -17,7 +17,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from headway.bench.scrape import Scrape
 from headway.types import Feedback, SequenceFeedback
-from headway.vllm.counters import Counters
+from headway.vllm.scheduler_counters import Counters
 from headway.vllm.stat_logger import StatLogger
 from headway.vllm.telemetry import Sender
 

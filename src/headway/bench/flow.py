@@ -61,12 +61,8 @@ class Flow:
             self._fill()
             for delta in self.engine.step():
                 record = self._running[delta.request_id]
-                record.last = self._now()
-                record.first = record.first or record.last
-                record.num_output_tokens += len(delta.token_ids)
+                record.observe(self._now(), delta.token_ids)
                 num_tokens += len(delta.token_ids)
-                assert isinstance(record.output, list)
-                record.output += delta.token_ids
                 if delta.finished:
                     ended.append(self._running.pop(delta.request_id))
                     self.outputs[int(delta.request_id.rpartition("-")[2])] = hash_outputs([record.output])

@@ -34,6 +34,14 @@ class Record:
     output: list[int] | str = field(default_factory=list)
     error: str | None = None
 
+    def observe(self, now: float, token_ids: Sequence[int]) -> None:
+        """These tokens came at `now`; for a record whose output is token ids."""
+        assert isinstance(self.output, list)
+        self.first = self.first or now
+        self.last = now
+        self.num_output_tokens += len(token_ids)
+        self.output += token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:

@@ -63,11 +63,7 @@ def run(
         finished = 0
         for delta in engine.step():
             record = running[delta.request_id]
-            record.last = time.perf_counter()
-            record.first = record.first or record.last
-            record.num_output_tokens += len(delta.token_ids)
-            assert isinstance(record.output, list)
-            record.output += delta.token_ids
+            record.observe(time.perf_counter(), delta.token_ids)
             if delta.finished:
                 del running[delta.request_id]
                 stats.add(delta.stats or SpecDecodeMetrics())

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headway.bench.http_load import ServeOptions
 from headway.bench.load import LoadOptions
-from headway.bench.serve import ServeOptions
 from headway.cli.bench_serve import ServerPrompt, add_tokenizer_argument, prompts_for
 from headway.cli.bench_throughput import add_load_arguments, command_line, config_json
 from headway.cli.flags import Parser, add_fields, positive_int, read_fields, underlay
@@ -119,7 +119,7 @@ def _arm_flags(args: argparse.Namespace, letter: str) -> argparse.Namespace:
 
 def _servers(args: argparse.Namespace, load: LoadOptions) -> list[Arm]:
     from headway.bench import client
-    from headway.bench import serve as bench
+    from headway.bench import http_load as bench
 
     arms = []
     for url in (args.base_url_a, args.base_url_b):
@@ -135,6 +135,6 @@ def _run_server(
     runs: list[list[ServerPrompt]], model: str, load: LoadOptions, options: ServeOptions, repeat: int, advance: Advance
 ) -> Run:
     from headway.bench import client
-    from headway.bench import serve as bench
+    from headway.bench import http_load as bench
 
     return client.run(bench.run(runs[repeat], model, load, options, advance))

@@ -6,8 +6,8 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
+from headway.bench.http_load import ServeOptions
 from headway.bench.load import LoadOptions
-from headway.bench.serve import ServeOptions
 from headway.bench.workloads import Prompt
 from headway.cli.bench_throughput import add_load_arguments, command_line
 from headway.cli.flags import add_fields, read_fields
@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--request-rate (open loop) and --concurrency (closed loop) exclude each other")
 
     from headway.bench import client, report
-    from headway.bench import serve as bench
+    from headway.bench import http_load as bench
 
     output = report.check_output(args.output)
     model = args.model_name or client.run(bench.served_model(serve.target()))

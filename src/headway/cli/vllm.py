@@ -1,4 +1,4 @@
-"""`headway vllm config` prints the flags that bring Headway into vLLM, `headway vllm check` says what would come of flags."""
+"""`headway vllm config` prints the flags that bring Headway into vLLM, `headway vllm check` says what would come of server_flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.cli.flags import positive_int
 from headway.cli.settings import policy_from_text
-from headway.vllm import check, flags
+from headway.vllm import check, server_flags
 
 EPILOG = """examples:
   headway vllm config Qwen/Qwen3-8B
@@ -34,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     config = kinds.add_parser("config", help="print the flags to paste", description="Print the flags that bring Headway into vLLM.")
     config.set_defaults(run=_config, parser=config)
     config.add_argument("model_name", metavar="MODEL", help="what `vllm serve` is given")
-    methods = "; ".join(f"{name}: {method.help}" for name, method in flags.METHODS.items())
-    config.add_argument("--method", default=flags.DEFAULT_METHOD, metavar="NAME", help=f"{methods} (default: {flags.DEFAULT_METHOD})")
+    methods = "; ".join(f"{name}: {method.help}" for name, method in server_flags.METHODS.items())
+    default = server_flags.DEFAULT_METHOD
+    config.add_argument("--method", default=default, metavar="NAME", help=f"{methods} (default: {default})")
     config.add_argument("--draft-model", metavar="MODEL", help="for the methods that have one")
     config.add_argument("--max-k", type=positive_int, metavar="N", help="upper bound on drafts per request and step")
     config.add_argument("--policy", metavar="NAME[:KEY=VALUE,...]", help="see `headway list policies` (default: goodput)")
@@ -61,12 +62,12 @@ def _config(args: argparse.Namespace) -> int:
         settings["policy"] = policy if len(policy) > 1 else policy["name"]
     if args.trace:
         settings["trace"] = args.trace
-    found = flags.serve_flags(method=args.method, draft_model=args.draft_model, max_k=args.max_k, settings=settings)
+    found = server_flags.serve_flags(method=args.method, draft_model=args.draft_model, max_k=args.max_k, settings=settings)
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
-    print(flags.command(args.model_name, found))
-    for note in flags.notes(args.method):
+    print(server_flags.command(args.model_name, found))
+    for note in server_flags.notes(args.method):
         print(f"# {note}", file=sys.stderr)
     return 0
 

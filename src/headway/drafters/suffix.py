@@ -76,7 +76,7 @@ class ResponseCache:
         end = self.index.end + len(response) + 1
         while len(self._responses) > self._max_responses or end - self._responses[0][0] > self._max_tokens:
             self._drop_oldest()
-        self.index.start = self._responses[0][0]
+        self.index.drop_before(self._responses[0][0])
         offset = self._offsets[salt]
         self.index.extend([*(token + offset for token in response), SEPARATOR])
 

@@ -267,8 +267,7 @@ class Engine:
         if text_output.stopped_by is not None:
             del seq.token_ids[len(seq.token_ids) - (len(tokens) - num_shown) :]
             tokens = tokens[:num_shown]
-            self.scheduler.finish(seq, "stop")
-            seq.finish_reason, seq.stop_reason = "stop", text_output.stopped_by
+            self.scheduler.finish(seq, "stop", text_output.stopped_by)
         elif seq.status is Status.FINISHED:
             text += text_output.flush()
         num_accepted, accepted = min(verdict.num_accepted, len(tokens)), verdict.accepted(len(verdict.tokens))

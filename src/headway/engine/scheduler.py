@@ -58,12 +58,12 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence wherever it is and frees its blocks."""
-        if seq.status is Status.FINISHED:
-            return
-        (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
-        self._free(seq)
-        seq.status = Status.FINISHED
+        """Ends a sequence wherever it is and frees its blocks. One that has ended gets another reason: its last token may complete a
+        stop string as well."""
+        if seq.status is not Status.FINISHED:
+            (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
+            self._free(seq)
+            seq.status = Status.FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
 

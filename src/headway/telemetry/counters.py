@@ -36,6 +36,17 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """What another histogram of the same bounds counted."""
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+        self.total += total
+
+    def since(self, before: Histogram) -> Histogram:
+        """What was counted since this was as `before`."""
+        grown = Histogram(self.bounds)
+        grown.add([a - b for a, b in zip(self.counts, before.counts, strict=True)], self.total - before.total)
+        return grown
+
     @property
     def num_values(self) -> int:
         return sum(list(self.counts))
@@ -121,11 +132,14 @@ class StepCounters:
         self.chosen_k.observe(0, num_plain)
         self._observe_policy(feedback)
 
+    def set_last_change(self, reason: str, when: float) -> None:
+        self.last_change = reason, when
+
     def _observe_policy(self, feedback: Feedback) -> None:
         """Compares the step with the policy's forecast. Plain decoding would repeat the plain step until as many tokens are written."""
         self.policy_ms += feedback.policy_ms
         if feedback.reason and (self.last_change is None or self.last_change[0] != feedback.reason):
-            self.last_change = feedback.reason, time.time()
+            self.set_last_change(feedback.reason, time.time())
             self.num_changes += 1
         forecast, num_rows = feedback.forecast, len(feedback.sequences)
         if forecast is None or num_rows == 0 or not (feedback.step_ms > 0.0 and forecast.plain_ms > 0.0 and forecast.step_ms > 0.0):

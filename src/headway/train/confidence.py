@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.drafters.core.confidence_head import ACCEPTED, REFUSED
 from headway.engine.engine import Engine
+from headway.engine.runner import ForwardOutput
 from headway.errors import ConfigError
 from headway.models import hub
 from headway.models.config import read_json
@@ -112,6 +113,26 @@ class _Witness:
         }
 
 
+class _WitnessedEngine(Engine):
+    """An engine whose drafter asks a witness, which then sees what was verified."""
+
+    def __init__(self, config: EngineConfig, *, progress: bool) -> None:
+        super().__init__(config, progress=progress)
+        self.witness = _Witness()
+        for drafter in self.drafters.values():
+            drafter.judge_by(self.witness)   # type: ignore[attr-defined]
+
+    def _verify(
+        self, out: ForwardOutput, rows: Sequence[Row], drafts: Sequence[Draft | None]
+    ) -> list[Verdict | None]:
+        verdicts = super()._verify(out, rows, drafts)
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        self.witness.judge(
+            out.logits, [rows[i] for i in sampling], [drafts[i] for i in sampling], [v for v in verdicts if v is not None]
+        )
+        return verdicts
+
+
 def _labels(logits: Tensor, draft: Draft, temperature: float) -> Tensor:
     """P(accepted) [len(draft)] of what the drafter proposes at each position."""
     tokens = torch.tensor(draft.tokens, device=logits.device)
@@ -127,19 +148,10 @@ def _collect(options: TrainOptions, run: Path, screen: Screen, stopped: Any) -> 
     speculative = SpeculativeConfig.parse({
         "method": method, "model": options.drafter, "num_speculative_tokens": NUM_DRAFTS, "policy": "static",
     })  # fmt: skip
-    engine = Engine(EngineConfig(
+    engine = _WitnessedEngine(EngineConfig(
         model=options.target, dtype=options.dtype, device=options.device, seed=options.seed, num_threads=options.num_threads,
         speculative=speculative,
     ), progress=True)  # fmt: skip
-    witness, verify = _Witness(), engine.verifier.verify
-
-    def judged(logits: Tensor, rows: Sequence[Row], drafts: Sequence[Draft | None], *rest: Any) -> list[Verdict]:
-        verdicts = verify(logits, rows, drafts, *rest)
-        witness.judge(logits, rows, drafts, verdicts)
-        return verdicts
-
-    engine.drafters[method].head = witness   # type: ignore[attr-defined]
-    engine.verifier.verify = judged   # type: ignore[method-assign]
     (run / "texts.jsonl").unlink(missing_ok=True)
     file = TextFile(run / "texts.jsonl", [])
     prompts: Iterator[list[int]] | None = None
@@ -151,7 +163,7 @@ def _collect(options: TrainOptions, run: Path, screen: Screen, stopped: Any) -> 
         data.write_texts(engine, file, prompts, max_tokens=options.max_tokens, seed=options.seed, deadline=deadline,
                          num_tokens=options.num_tokens, advance=advance, stopped=stopped)  # fmt: skip
     check(stopped)
-    return witness.positions(options.token_mixing)
+    return engine.witness.positions(options.token_mixing)
 
 
 def drafter_of(model: str | None) -> str:

@@ -73,8 +73,8 @@ class Evidence:
     prefill_share: float              # prompt tokens computed / prompt tokens: less than 1 with a prefix cache
 
 
-def gather(trace: Trace, seed: int = 0) -> Evidence:
-    """Codes of every sequence and drafter, the unknown ones drawn with `seed`."""
+def gather(trace: Trace, seed: int = 0, in_flight: int | None = None) -> Evidence:
+    """Codes of every sequence and drafter, the unknown ones drawn with `seed`. in_flight: how many sequences, whatever was recorded."""
     recorded: dict[int, Recorded] = {}
     marks: dict[tuple[int, str], _Marks] = {}
     drafted: dict[str, None] = {}
@@ -104,7 +104,7 @@ def gather(trace: Trace, seed: int = 0) -> Evidence:
         while ends and ends[0] < record.first:
             heapq.heappop(ends)
         heapq.heappush(ends, record.last)
-        record.num_in_flight = len(ends)
+        record.num_in_flight = in_flight or len(ends)
     drafters = tuple(name for name in (*trace.drafters, *drafted) if name in drafted)
     known = {name: _fill(name, sequences, marks, np.random.default_rng(seed)) for name in dict.fromkeys(drafters)}
     computed = sum(step.feedback.num_prefill_tokens for step in trace.steps)

@@ -75,14 +75,11 @@ class World:
 
         Raises ConfigError for a trace without drafts.
         """
-        self.evidence: Evidence = gather(trace, seed)
+        self.evidence: Evidence = gather(trace, seed, in_flight)
         if not self.evidence.drafters:
             raise ConfigError("nothing was drafted in this trace, so it does not tell what a draft brings: record one with speculation")
         self.max_k = max_k or trace.max_k
         self.token_budget = int(trace.header.get("max_num_batched_tokens") or DEFAULT_BUDGET)
-        if in_flight is not None:
-            for record in self.evidence.sequences:
-                record.num_in_flight = in_flight
         most = max(record.num_in_flight for record in self.evidence.sequences)
         self.max_num_seqs = in_flight or int(trace.header.get("max_num_seqs") or most)
         self.costs = costs or fitted(trace)

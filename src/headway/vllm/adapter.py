@@ -32,8 +32,8 @@ from headway.control.policy import BatchView, DrafterView, Policy, SequenceView
 from headway.control.shadows import Shadows
 from headway.telemetry.trace import TraceWriter
 from headway.types import Choice, Draft, ShadowFeedback
-from headway.vllm.counters import Counters
 from headway.vllm.requests import Requests
+from headway.vllm.scheduler_counters import Counters
 
 PROBE_EVERY = 16     # choices between two requests that are drafted for although speculation is off (place)
 QUIET = 16           # choices in a row without a draft worth verifying, after which drafts are made in one step of REST only (trim)
@@ -93,8 +93,7 @@ class Adapter:
     def note_drafts(self, drafts: Any) -> None:
         """Drafts arrived; those of our proposer say what they took. It is part of the step that has just ended."""
         draft_ms = sum(getattr(draft, "draft_ms", 0.0) for draft in drafts.draft_token_ids[:1])
-        self.counters.draft_ms += draft_ms
-        self.counters.verify_ms -= draft_ms
+        self.counters.observe_draft(draft_ms)
 
     def before_schedule(self) -> None:
         scheduler, self._decision, self._rests = self._scheduler, None, False
@@ -249,7 +248,7 @@ class Adapter:
             if request is None or request.is_finished():
                 continue
             if getattr(request, "num_stale_output_tokens", 0) > 0:
-                self.counters.num_stale_outputs += 1
+                self.counters.observe_stale_output()
                 continue
             scheduled = len(output.scheduled_spec_decode_tokens.get(req_id, ()))
             decodes = num_tokens == 1 + scheduled and request.num_output_tokens > 0

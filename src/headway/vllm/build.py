@@ -16,7 +16,7 @@ from headway.telemetry.trace import TraceWriter
 from headway.version import __version__
 from headway.vllm import compat
 from headway.vllm.adapter import Adapter
-from headway.vllm.counters import Counters
+from headway.vllm.scheduler_counters import Counters
 from headway.vllm.settings import Settings, learned_path
 from headway.vllm.telemetry import Sender
 
@@ -62,8 +62,8 @@ def build(scheduler: Any, vllm_version: str) -> Parts:
     except ConfigError:
         raise
     except Exception as error:
-        parts.adapter, counters.off = None, f"vLLM {vllm_version} is not what was expected: {type(error).__name__}"
-        counters.num_errors += 1
+        parts.adapter = None
+        counters.turn_off(f"vLLM {vllm_version} is not what was expected: {type(error).__name__}", error=True)
         logger.exception("Headway is off: vLLM %s is not what was expected", vllm_version)
     return parts
 
@@ -74,8 +74,8 @@ def _assemble(parts: Parts, scheduler: Any, vllm_version: str) -> None:
     spec = config.speculative_config
     method = str(spec.method) if spec else "none"
     name = settings.policy if isinstance(settings.policy, str) else str(settings.policy["name"])
-    counters.policy, counters.drafter, counters.max_k = name, method, scheduler.num_spec_tokens
-    counters.off = _off(settings, spec)
+    counters.describe(name, method, scheduler.num_spec_tokens)
+    counters.turn_off(_off(settings, spec))
     if counters.off:
         logger.warning("Headway is off: %s", counters.off)
         return

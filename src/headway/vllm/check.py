@@ -11,15 +11,15 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.vllm import compat
+from headway.vllm import compat, resolve
 from headway.vllm.build import TOKEN_ONLY
 from headway.vllm.facts import Facts
-from headway.vllm.flags import METHODS, SCHEDULER, read_flags
+from headway.vllm.server_flags import METHODS, SCHEDULER, read_flags
 from headway.vllm.settings import KEY, Settings, k_table
 from headway.vllm_words import PROPOSER
 
@@ -44,14 +44,11 @@ def check(words: Sequence[str], *, assume: str | None = None) -> tuple[Facts, li
 
 
 def gather(words: Sequence[str], assume: str | None = None) -> Facts:
-    from headway.vllm import resolve
-
     version = assume or installed_version()
     facts = facts_from_flags(read_flags(words), version, os.environ)
-    facts.installed = assume is None and version is not None
-    if facts.installed:
-        resolve.fill_in(facts, words)
-    return facts
+    installed = assume is None and version is not None
+    facts = replace(facts, installed=installed)
+    return resolve.resolved(facts, words) if installed else facts
 
 
 def installed_version() -> str | None:

@@ -11,8 +11,8 @@ from typing import Any
 from headway.control.policy import BatchView, SequenceView
 from headway.errors import InvalidRequestError
 from headway.types import Draft
-from headway.vllm.counters import Counters
-from headway.vllm.evidence import History
+from headway.vllm.copy_confidence import History
+from headway.vllm.scheduler_counters import Counters
 from headway.vllm.settings import RequestSettings
 
 logger = logging.getLogger("vllm.headway")
@@ -59,7 +59,7 @@ class Requests:
             try:
                 settings = RequestSettings.parse(params.extra_args if params else None)
             except InvalidRequestError as error:
-                self._counters.num_invalid_requests += 1
+                self._counters.observe_invalid_request()
                 logger.warning("request %s: %s. It is served without these wishes", request.request_id, error)
                 settings = RequestSettings()
             history = History(request.all_token_ids) if self._copies else None

@@ -8,6 +8,7 @@ import importlib
 import io
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from headway.vllm import compat
@@ -16,25 +17,24 @@ from headway.vllm.facts import Facts
 DTYPE_BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 
 
-def fill_in(facts: Facts, words: Sequence[str]) -> None:
-    """Replaces what the flags alone told. What vLLM refuses is kept as `refusal`, and the rest stays as it was."""
+def resolved(facts: Facts, words: Sequence[str]) -> Facts:
+    """`facts` as vLLM has them instead of as the flags alone told. What vLLM refuses is kept as `refusal`, and the rest stays as it was."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     version = str(facts.version)
-    facts.missing = tuple(dict.fromkeys(compat.problems(version, Scheduler) + compat.problems(version, AsyncScheduler)))
+    missing = tuple(dict.fromkeys(compat.problems(version, Scheduler) + compat.problems(version, AsyncScheduler)))
+    facts = replace(facts, missing=missing)
     try:
         with _quiet():
             args = _parse(words)
-            facts.api_servers = getattr(args, "api_server_count", None) or facts.api_servers
+            facts = replace(facts, api_servers=getattr(args, "api_server_count", None) or facts.api_servers)
             config = _engine_config(args)
     except SystemExit as refused:   # vLLM's parser ends the process
-        facts.refusal = str(refused)
-        return
+        return replace(facts, refusal=str(refused))
     except Exception as error:
-        facts.refusal = " ".join(str(error).split())
-        return
-    _read(facts, config)
+        return replace(facts, refusal=" ".join(str(error).split()))
+    return _read(facts, config)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -57,23 +57,34 @@ def _engine_config(args: argparse.Namespace) -> Any:
     return arg_utils.AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context.OPENAI_API_SERVER)
 
 
-def _read(facts: Facts, config: Any) -> None:
+def _read(facts: Facts, config: Any) -> Facts:
     platform = importlib.import_module("vllm.platforms").current_platform
     spec, scheduler, parallel = config.speculative_config, config.scheduler_config, config.parallel_config
-    facts.device = str(platform.device_type)
-    facts.async_scheduling = bool(scheduler.async_scheduling)
-    facts.v2_runner = bool(config.use_v2_model_runner)
-    facts.cudagraphs = config.compilation_config.cudagraph_mode.name
-    facts.max_num_seqs = scheduler.max_num_seqs
-    facts.data_parallel = parallel.data_parallel_size
-    facts.tensor_parallel, facts.pipeline_parallel = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    facts.ray = parallel.distributed_executor_backend == "ray"
-    facts.lora = config.lora_config is not None
-    if spec is not None:
-        facts.method, facts.model, facts.max_k = str(spec.method), spec.model, spec.num_speculative_tokens
-        facts.table = spec.num_speculative_tokens_per_batch_size or facts.table
-        facts.rejection, facts.adaptive = spec.rejection_sample_method, bool(spec.enable_adaptive_verification)
-    facts.kv_tokens = _kv_tokens(config)
+    facts = replace(
+        facts,
+        device=str(platform.device_type),
+        async_scheduling=bool(scheduler.async_scheduling),
+        v2_runner=bool(config.use_v2_model_runner),
+        cudagraphs=config.compilation_config.cudagraph_mode.name,
+        max_num_seqs=scheduler.max_num_seqs,
+        data_parallel=parallel.data_parallel_size,
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        ray=parallel.distributed_executor_backend == "ray",
+        lora=config.lora_config is not None,
+        kv_tokens=_kv_tokens(config),
+    )
+    if spec is None:
+        return facts
+    return replace(
+        facts,
+        method=str(spec.method),
+        model=spec.model,
+        max_k=spec.num_speculative_tokens,
+        table=spec.num_speculative_tokens_per_batch_size or facts.table,
+        rejection=spec.rejection_sample_method,
+        adaptive=bool(spec.enable_adaptive_verification),
+    )
 
 
 def _kv_tokens(config: Any) -> int | None:

@@ -52,13 +52,11 @@ class _Hooks:
         except Exception:
             self._adapter = None
             self.dynamic_sd_lookup = self._vllm_lookup
-            counters = self._parts.counters
-            counters.num_errors += 1
-            counters.off = "an error inside the controller; see the log"
+            self._parts.counters.turn_off("an error inside the controller; see the log", error=True)
             logger.exception("Headway's controller failed; from now on every step drafts the configured number of tokens")
             return default
         finally:
-            self._parts.counters.plugin_ms += (time.perf_counter() - began) * 1e3
+            self._parts.counters.observe_plugin((time.perf_counter() - began) * 1e3)
 
     def _num_to_draft(self) -> int:
         k: int = self._guarded(self._parts.num_to_draft, default=self.num_spec_tokens)  # type: ignore[attr-defined]
@@ -74,7 +72,7 @@ class _Hooks:
         if self._adapter is not None:
             self._guarded(self._adapter.after_output)
         else:
-            self._parts.counters.num_fallback_steps += 1
+            self._parts.counters.observe_fallback()
         idle = not self.has_unfinished_requests()  # type: ignore[attr-defined]
         self._guarded(self._parts.keep, idle=idle)
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]

@@ -60,18 +60,18 @@ class Sender:
         numbers = {name: value - self._sent.get(name, 0) for name, value in have.items() if value != self._sent.get(name, 0)}
         if not numbers:
             return {}
-        chosen_k, sent_k, rows = counters.chosen_k, self._sent_k, counters.verified.copy()
+        grown_k, rows = counters.chosen_k.since(self._sent_k), counters.verified.copy()
         growth = {
             "numbers": numbers,
-            "chosen_k": [a - b for a, b in zip(chosen_k.counts, sent_k.counts, strict=True)],
-            "chosen_k_total": chosen_k.total - sent_k.total,
+            "chosen_k": grown_k.counts,
+            "chosen_k_total": grown_k.total,
             "verified": [[*key, count - self._sent_rows[key]] for key, count in rows.items() if count != self._sent_rows[key]],
             "step_time_error": counters.step_time_error,
             "last_change": counters.last_change,
             "state": {name: value for name, value in vars(counters).items() if isinstance(value, str | None) or name in STATE},
         }
         self._sent, self._sent_rows = have, rows
-        sent_k.counts, sent_k.total = list(chosen_k.counts), chosen_k.total
+        self._sent_k.add(grown_k.counts, grown_k.total)
         return growth
 
 
@@ -90,13 +90,12 @@ class Received:
                 setattr(c, name, getattr(c, name) + value)
             else:
                 self.others[name] += value
-        c.chosen_k.counts = [a + b for a, b in zip(c.chosen_k.counts, growth["chosen_k"], strict=True)]
-        c.chosen_k.total += growth["chosen_k_total"]
+        c.chosen_k.add(growth["chosen_k"], growth["chosen_k_total"])
         c.verified.update({(drafter, *numbers): rows for drafter, *numbers, rows in growth["verified"]})
         if growth["step_time_error"] is not None:
             c.set_step_time_error(growth["step_time_error"])
         if growth["last_change"] is not None:
-            c.last_change = (growth["last_change"][0], growth["last_change"][1])
+            c.set_last_change(*growth["last_change"])
         self.state = growth["state"]
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import option
-from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.drafters.drafter import ContinueDrafting, DraftRequest, DraftSampler, never_stop
 from headway.types import Draft
 
@@ -81,7 +80,7 @@ def catch_up(num_unread: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def num_unasked(
-    requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting, sampler: DraftSampler, head: ConfidenceHead | None,
+    requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting, sampler: DraftSampler, head: Callable[[Tensor], Tensor] | None,
     deterministic: bool,
 ) -> int:
     """How many tokens of each draft can be predicted in one go: nobody is asked between them, and they are the likeliest ones."""
@@ -91,7 +90,7 @@ def num_unasked(
 
 def draft_chain(
     requests: Sequence[DraftRequest], continue_drafting: ContinueDrafting, sampler: DraftSampler, following: list[Prediction],
-    advance: Advance, target_ids: Tensor | None, head: ConfidenceHead | None = None, *, deterministic: bool = False,
+    advance: Advance, target_ids: Tensor | None, head: Callable[[Tensor], Tensor] | None = None, *, deterministic: bool = False,
 ) -> list[Draft]:
     """One draft per request. `following` are the predictions of the first draft token, and of up to `num_unasked` in all.
 

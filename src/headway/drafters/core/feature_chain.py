@@ -9,7 +9,7 @@ the target really computed. A sequence that is not asked for gathers hidden stat
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -63,7 +63,7 @@ class FeatureChain(Drafter):
         self.tree_size = self.options.tree_size
         self.stepwise = self.tree_size == 0
         self.deterministic = self.options.deterministic
-        self.head: ConfidenceHead | None = None
+        self.head: Callable[[Tensor], Tensor] | None = None
 
     @abstractmethod
     def read(self, directory: Path, target: ModelConfig) -> FeatureFile:
@@ -87,6 +87,10 @@ class FeatureChain(Drafter):
         self.start(self._file.load(target.model), target.sampler, num_blocks, self.block_size, num_blocks * self._kept_bytes)
         if self.options.confidence_head is not None:
             self.head = ConfidenceHead(Path(self.options.confidence_head).expanduser(), self.network.shape.hidden_size, target.model.device)
+
+    def judge_by(self, head: Callable[[Tensor], Tensor]) -> None:
+        """From now on `head` estimates confidence: hidden states [n, hidden] -> [n]."""
+        self.head = head
 
     def start(self, network: FeatureNetwork, sampler: DraftSampler, num_blocks: int, block_size: int, kept_bytes: int) -> None:
         """`num_blocks` of its own K/V, in blocks of `block_size` tokens; `kept_bytes` of hidden states for prefix hits."""

@@ -12,7 +12,7 @@ takes fewer passes.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from headway.drafters.core.chain import catch_up
-from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.drafters.drafter import Committed, ContinueDrafting, Drafter, DraftRequest, Target, never_stop
 from headway.models.attention import KVCache
 from headway.models.attention_plan import Row as Span
@@ -58,7 +57,7 @@ class ChainDrafter(Drafter):
     stepwise = True
     reads_commits = True
     helper: Drafter | None = None
-    head: ConfidenceHead | None = None   # estimates confidence; None: the distribution's maximum does
+    head: Callable[[Tensor], Tensor] | None = None   # estimates confidence; None: the distribution's maximum does
     target: Target
     cache: KVCache          # of the network
     max_position: int       # positions the network knows
@@ -66,6 +65,10 @@ class ChainDrafter(Drafter):
     def load(self, target: Target) -> None:
         self.target = target
         self._pending: dict[int, tuple[int, list[int]]] = {}   # seq_id -> (position, draft tokens read from there on)
+
+    def judge_by(self, head: Callable[[Tensor], Tensor]) -> None:
+        """From now on `head` estimates confidence: hidden states [n, hidden] -> [n]."""
+        self.head = head
 
     # -- what the network is --------------------------------------------------------------------------------------
 

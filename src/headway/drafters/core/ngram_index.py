@@ -25,7 +25,7 @@ _BULK = 48          # from this many tokens on, numpy is faster than one token a
 class NgramIndex:
     """An append-only token history. Position p is absolute and lives in cell p % capacity.
 
-    With `window` (a power of two) the history is a ring: its owner moves `start` forward in time, so that at most `window` positions
+    With `window` (a power of two) the history is a ring: its owner calls `drop_before` in time, so that at most `window` positions
     are alive. Without it the capacity doubles when needed.
     """
 
@@ -53,8 +53,12 @@ class NgramIndex:
         """Bytes of all tables, touched or not."""
         return self._tokens.nbytes + sum(table.nbytes for tables in (self._heads, self._links) for table in tables.values())
 
+    def drop_before(self, start: int) -> None:
+        """Positions before `start` are history no more."""
+        self.start = start
+
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens. In a ring, `start` must already have made room for them."""
+        """Appends tokens. In a ring, `drop_before` must already have made room for them."""
         size = self.end + len(token_ids)
         if self._grows and size >= self._capacity:   # one cell stays free: before position 0 there has to be a separator
             known = self._tokens[: self.end]

@@ -84,13 +84,19 @@ def request_body(prompt: Prompt | list[int], model: str, index: int, load: LoadO
 
 
 class _Answer:
-    """Collects one streamed response into a Record. Its JSON is read by `close`, when nothing is measured any more."""
+    """One streamed response on its way. Its JSON is read by `record`, when nothing is measured any more."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self) -> None:
+        self.sent = time.perf_counter()
         self.events: list[tuple[bytes, float]] = []
         self.parts: list[str] = []
-        self.counted = False
+        self.first = self.last = 0.0
+        self.usage: dict[str, int] | None = None
+        self.error: str | None = None
+
+    def fail(self, error: str) -> None:
+        """What went wrong first is kept."""
+        self.error = self.error or error
 
     def on_event(self, payload: bytes, now: float) -> None:
         self.events.append((payload, now))
@@ -101,44 +107,47 @@ class _Answer:
         try:
             event = json.loads(payload)
         except ValueError:
-            self.record.error = self.record.error or f"an event is not JSON: {excerpt(payload)}"
+            self.fail(f"an event is not JSON: {excerpt(payload)}")
             return
         if "error" in event:
-            self.record.error = self.record.error or f"error in the stream: {excerpt(payload)}"
+            self.fail(f"error in the stream: {excerpt(payload)}")
         for choice in event.get("choices") or ():
             text = choice.get("text") or (choice.get("delta") or {}).get("content")
             if text:
                 self.parts.append(text)
-                self.record.first = self.record.first or now
+                self.first = self.first or now
             if text or choice.get("finish_reason"):
-                self.record.last = now
-        if usage := event.get("usage"):
-            self.record.num_prompt_tokens = usage.get("prompt_tokens", 0)
-            self.record.num_output_tokens = usage.get("completion_tokens", 0)
-            self.counted = True
+                self.last = now
+        self.usage = event.get("usage") or self.usage
 
-    def close(self) -> Record:
-        record = self.record
+    def record(self) -> Record:
         for payload, now in self.events:
             self._read(payload, now)
-        record.output = "".join(self.parts)
-        # Tokens may all decode to nothing (special tokens): then the end is the only time there is.
-        record.first = record.first or record.last
-        if record.error is None and not self.counted:
-            record.error = "the stream carried no usage, so its tokens cannot be counted"
-        if record.error is None and not record.last:
-            record.error = "the stream ended without a finish reason"
-        return record
+        if self.usage is None:
+            self.fail("the stream carried no usage, so its tokens cannot be counted")
+        if not self.last:
+            self.fail("the stream ended without a finish reason")
+        usage = self.usage or {}
+        return Record(
+            usage.get("prompt_tokens", 0),
+            self.sent,
+            # Tokens may all decode to nothing (special tokens): then the end is the only time there is.
+            self.first or self.last,
+            self.last,
+            usage.get("completion_tokens", 0),
+            "".join(self.parts),
+            self.error,
+        )
 
 
 async def _one(target: Endpoint, path: str, body: bytes, progress: Any) -> _Answer:
-    answer = _Answer(Record(0, time.perf_counter()))
+    answer = _Answer()
     try:
         status, text = await exchange(target, "POST", path, body, answer.on_event)
         if status != 200:
-            answer.record.error = f"status {status}: {excerpt(text)}"
+            answer.fail(f"status {status}: {excerpt(text)}")
     except RequestFailed as error:
-        answer.record.error = str(error)
+        answer.fail(str(error))
     if progress:
         progress(1)
     return answer
@@ -159,7 +168,7 @@ async def run(
     cpu = time.process_time()
     answers = await _send(target, path, bodies, arrivals, progress)
     cpu = time.process_time() - cpu
-    records = [answer.close() for answer in answers]
+    records = [answer.record() for answer in answers]
     return _measured(records, before, await scrape(target), cpu)
 
 

@@ -20,3 +20,29 @@ class Counters(StepCounters):
         self.num_fallback_steps = 0      # steps without the controller
         self.num_stale_outputs = 0       # outputs of requests that were preempted meanwhile: not learned from
         self.num_invalid_requests = 0    # vllm_xargs that were not understood, and so ignored
+
+    def describe(self, policy: str, drafter: str, max_k: int) -> None:
+        """What is at work."""
+        self.policy, self.drafter, self.max_k = policy, drafter, max_k
+
+    def turn_off(self, reason: str, *, error: bool = False) -> None:
+        """The controller is not at work from now on; "" where it is. error: because of an exception inside it."""
+        self.off = reason
+        self.num_errors += error
+
+    def observe_draft(self, draft_ms: float) -> None:
+        """Drafting took so long, in a step that was counted as verification."""
+        self.draft_ms += draft_ms
+        self.verify_ms -= draft_ms
+
+    def observe_plugin(self, ms: float) -> None:
+        self.plugin_ms += ms
+
+    def observe_fallback(self) -> None:
+        self.num_fallback_steps += 1
+
+    def observe_stale_output(self) -> None:
+        self.num_stale_outputs += 1
+
+    def observe_invalid_request(self) -> None:
+        self.num_invalid_requests += 1

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from headway.bench import serve
+from headway.bench import http_load
 from headway.bench.client import Endpoint, RequestFailed, exchange, get_json
+from headway.bench.http_load import ServeOptions, request_body, speculation_in, time_shares
 from headway.bench.load import LoadOptions
 from headway.bench.scrape import Growth, Scrape
-from headway.bench.serve import ServeOptions, request_body, speculation_in, time_shares
 from headway.bench.workloads import Prompt
 from headway.errors import ConfigError
 
@@ -239,7 +239,7 @@ class Server:
 def run(server: Server, num_prompts: int, load: LoadOptions) -> Any:
     async def main() -> Any:
         async with scripted(server) as url:
-            return await serve.run([[1]] * num_prompts, "m", load, ServeOptions(base_url=url))
+            return await http_load.run([[1]] * num_prompts, "m", load, ServeOptions(base_url=url))
 
     return asyncio.run(main())
 
@@ -303,7 +303,7 @@ def test_any_failed_request_makes_the_run_invalid(server: Server, message: str) 
 def test_a_failing_warm_up_ends_it() -> None:
     async def main() -> None:
         async with scripted(Server(status="500 No")) as url:
-            await serve.warm_up([[1]], "m", LoadOptions(), ServeOptions(base_url=url))
+            await http_load.warm_up([[1]], "m", LoadOptions(), ServeOptions(base_url=url))
 
     with pytest.raises(ConfigError, match="a warm-up request failed: status 500"):
         asyncio.run(main())

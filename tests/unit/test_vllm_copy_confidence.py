@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.drafters.core.ngram_index import acceptance
-from headway.vllm.evidence import History
+from headway.vllm.copy_confidence import History
 
 
 def test_the_longer_the_match_the_surer() -> None:
