@@ -17,6 +17,6 @@ class FirstTime(Drafter):
         drafts = []
         for request in requests:
             history = request.token_ids
-            first = history.index(history[-1])
-            drafts.append(Draft(history[first + 1 : first + 1 + request.k] if first + 1 < len(history) else []))
+            after = history.index(history[-1]) + 1
+            drafts.append(Draft(history[after : after + request.k]))
         return stop_early(requests, drafts, continue_drafting)
