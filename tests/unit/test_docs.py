@@ -32,4 +32,5 @@ def test_links_lead_somewhere(document: Path) -> None:
         name, _, anchor = target.partition("#")
         path = (document.parent / name) if name else document
         assert path.exists(), target
-        assert not anchor or anchor in headings(path), target
+        if anchor and path.suffix == ".md":   # behind a .json stands a key: see test_figures.py
+            assert anchor in headings(path), target
