@@ -23,19 +23,13 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.driver import Driver, OpenStep, RowOutcome, StepOutcome
 from headway.control.policy import BatchView, Plain, Policy
 from headway.control.shadows import Shadows
-from headway.drafters.drafter import Committed, Target
+from headway.drafters.drafter import Committed
 from headway.engine import admission, build, cores, prompt_logprobs
 from headway.engine.admission import Prepared
-from headway.engine.drafting import SequenceSampler, bind_drafters, hidden_layers_of
-from headway.engine.kv_cache import BlockPool
-from headway.engine.memory import plan_memory
 from headway.engine.metrics import EngineMetrics
 from headway.engine.outputs import TextOutput
-from headway.engine.proposing import DrafterRunner
-from headway.engine.runner import ForwardOutput, Runner
-from headway.engine.scheduler import Scheduler
+from headway.engine.runner import ForwardOutput
 from headway.engine.tokenizer import Tokenizer
-from headway.engine.verify import Verifier
 from headway.errors import InvalidRequestError
 from headway.models.decoder import Decoder
 from headway.models.generation import sampling_defaults
@@ -100,29 +94,12 @@ class Engine:
         Only for an engine without work: a sweep changes the configuration this way without loading the model again.
         """
         assert not self.requests, "the way to speculate can only change while nothing runs"
-        config = self.config
         self._unload()
         if self._learned is not None:
             self._learned.release()
-        self.drafters, drafter_memory = bind_drafters(speculative, config, self.model, progress)
-        self.memory = plan_memory(config, self.model, drafter_memory)
-        self.max_model_len = self.memory.max_model_len
-        self.runner = Runner(self.model, self.memory.num_blocks, config.block_size, hidden_layers_of(self.drafters))
-        pool = BlockPool(self.memory.num_blocks, config.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(
-            pool,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            drafters=tuple(self.drafters),
-            max_k=speculative.num_speculative_tokens if speculative else 0,
-            tree_sizes={name: drafter.tree_size for name, drafter in self.drafters.items() if drafter.tree_size},
-        )
-        self.verifier = Verifier(speculative, self.model.config.vocab_size, self.model.device)
-        sampler = SequenceSampler(self.verifier.sampler, self._sequences)
-        for drafter in self.drafters.values():
-            drafter.load(Target(self.model, self.runner.cache, pool.generations, self.max_model_len, sampler))
-        self.proposer = DrafterRunner(self.drafters, self.scheduler)
+        parts = build.build(self.config, speculative, self.model, self._sequences, progress)
+        self.drafters, self.memory, self.max_model_len = parts.drafters, parts.memory, parts.memory.max_model_len
+        self.runner, self.scheduler, self.verifier, self.proposer = parts.runner, parts.scheduler, parts.verifier, parts.proposer
         self.drive(self._start_policy(speculative) if speculative else Plain())
 
     def drive(self, policy: Policy) -> None:
