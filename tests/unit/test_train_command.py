@@ -12,6 +12,7 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.train import run as train_run
+from headway.train import texts
 from headway.train.options import TrainOptions
 from headway.train.run_record import open_record
 from headway.train.screen import Screen
@@ -36,7 +37,7 @@ def options(target: Path, out: Path, **changes: object) -> TrainOptions:
 
 @pytest.fixture(autouse=True)
 def few_texts_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_run, "NUM_HELD_OUT", 3)
+    monkeypatch.setattr(texts, "NUM_HELD_OUT", 3)
 
 
 def test_from_nothing_to_a_directory_that_drafts(target: Path, tmp_path: Path) -> None:
