@@ -16,12 +16,12 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check
 RUN_STAMP := $(VENV)/.headway-installed
 DEV_STAMP := $(VENV)/.headway-installed-dev
 
-.PHONY: help install dev serve test test-heavy test-portable sanitized test-sanitized fuzz test-vllm lint clean
+.PHONY: help install dev serve test test-heavy test-portable sanitized test-sanitized test-emulated fuzz test-vllm lint clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "Also:           make install | lint | test-heavy | test-portable | test-sanitized | fuzz | clean"
+	@echo "Also:           make install | lint | test-heavy | test-portable | test-sanitized | test-emulated | fuzz | clean"
 
 # torch comes first and by itself: its exact version picks the build this machine's package index offers (CPU or CUDA). A torch
 # that is already importable stays; the second pip command replaces it only when it is out of the range in pyproject.toml.
@@ -65,6 +65,12 @@ sanitized: dev
 	HEADWAY_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-temp build/sanitized/temp --build-lib build/sanitized
 test-sanitized: sanitized
 	$(SANITIZERS) HEADWAY_NATIVE=$(SANITIZED) $(BIN)/python -m pytest tests/unit/test_native.py tests/unit/test_native_pages.py
+
+# What goes through AMX tiles, emulated in C and under the sanitizers: on every CPU. On one with AMX `test` runs the real ones as well.
+EMULATED := build/emulated/headway/native
+test-emulated: dev
+	HEADWAY_SANITIZE=1 HEADWAY_EMULATE_TILES=1 $(BIN)/python setup.py -q build_ext --build-temp build/emulated/temp --build-lib build/emulated
+	$(SANITIZERS) HEADWAY_NATIVE=$(EMULATED) $(BIN)/python -m pytest tests/unit/test_native.py
 
 # Random page tables, most of them wrong, under the sanitizers.
 EXAMPLES ?= 20000

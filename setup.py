@@ -18,22 +18,28 @@ from setuptools.command.build_py import build_py
 
 _SOURCES = ("attention", "draft", "elementwise", "linear", "parallel", "plan", "sampling", "stack")
 SOURCES = [f"src/headway/native/{name}.c" for name in _SOURCES]
-_HEADERS = ("attention_impl", "each_type", "elementwise_impl", "kernels", "parallel", "simd", "stack")
+_HEADERS = ("attention_impl", "each_type", "elementwise_impl", "kernels", "linear_tiles", "parallel", "simd", "stack", "tiles")
 HEADERS = [f"src/headway/native/{name}.h" for name in _HEADERS]
 SPECULATORS = [path for pattern in ("config.json", "model.safetensors", "README.md") for path in Path("speculators").glob(f"*/{pattern}")]
 INTERFACE = runpy.run_path("src/headway/native/interface.py")["checksum"]()
 COMMON = [f"-DINTERFACE={INTERFACE}u", "-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 FLAGS = {
     "x86_64": {
-        "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"], "avx512_vnni": [*AVX512, "-mavx512vnni"], "avx512": AVX512, "avx2": AVX2,
+        "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"], "avx512_bf16": AVX512_BF16,
+        "avx512_vnni": [*AVX512, "-mavx512vnni"], "avx512": AVX512, "avx2": AVX2,
     },
     "aarch64": {"neon": []},
     "arm64": {"neon": []},
 }
 if os.environ.get("HEADWAY_SANITIZE"):
     COMMON += ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+
+if os.environ.get("HEADWAY_EMULATE_TILES"):   # every library takes the way through tiles, for tests
+    COMMON += ["-DEMULATE_TILES"]
+    FLAGS["x86_64"].pop("amx")
 
 
 class BuildKernels(build_ext):

@@ -53,6 +53,27 @@ def test_the_best_built_library_is_chosen() -> None:
     assert native.choose().library.variant == BUILT[0]  # type: ignore[union-attr]
 
 
+def test_tiles_run_where_they_should(library: native.Library) -> None:
+    """Through the CPU's own in the library for AMX, through emulated ones in all libraries of an emulated build, else through none."""
+    emulated = "emulated" in str(library.path)
+    assert library.tiles == ("emulated tiles" if emulated else "AMX tiles" if library.variant == "amx" else "")
+
+
+def test_a_cpu_whose_tiles_are_refused_is_one_with_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel or a container may refuse AMX although the CPU has it."""
+    if not native.library_path("amx").exists() or "amx" in BUILT or BUILT[0] != "avx512_bf16":
+        pytest.skip("needs a CPU with AVX-512 BF16 and without AMX, and the library for AMX")
+    monkeypatch.setattr(native, "has_tiles", lambda: True)
+    native.choose.cache_clear()
+    try:
+        chosen = native.choose()
+    finally:
+        native.choose.cache_clear()
+    assert chosen.library is not None
+    assert chosen.library.variant == "avx512_bf16"
+    assert "not amx: this process is not permitted to use AMX tiles" in chosen.reason
+
+
 def chosen_with(value: str) -> str:
     """What a process with this HEADWAY_NATIVE says of its choice."""
     code = "from headway import native; print(native.library(), native.choose().reason)"
@@ -277,7 +298,8 @@ def test_attention_refuses_what_it_was_not_planned_for(library: native.Library) 
 
 @EXAMPLES
 @given(
-    num_tokens=st.integers(1, 40), size_in=st.integers(1, 90).map(lambda n: 2 * n), size_out=st.integers(1, 5).map(lambda n: 64 * n),
+    num_tokens=st.integers(1, 70), size_in=st.integers(1, 90).map(lambda n: 2 * n) | st.integers(1, 6).map(lambda n: 32 * n),
+    size_out=st.integers(1, 5).map(lambda n: 64 * n),
     bias=st.booleans(), kind=st.sampled_from(["plain", "residual", "gated"]), strided=st.booleans(),
     weights=st.sampled_from(["float32", "bfloat16", "int8"]), seed=st.integers(0, 99),
 )
@@ -311,14 +333,15 @@ def test_linear(
     assert ((found.double() - expected).abs() <= (1e-5 if weights == "float32" else 0.005) * expected.abs() + slack).all()
 
 
+@pytest.mark.parametrize("size_in", [144, 160])   # the latter by tiles, where there are any
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
-def test_a_row_of_a_product_does_not_depend_on_its_company(library: native.Library, dtype: torch.dtype, int8: bool) -> None:
+def test_a_row_of_a_product_does_not_depend_on_its_company(library: native.Library, dtype: torch.dtype, int8: bool, size_in: int) -> None:
     if not library.linear_panel:
         pytest.skip("no packed product for this instruction set")
-    linear = ops.PackedLinear(library, torch.randn(192, 144).to(dtype), int8=int8)
-    x = torch.randn(37, 144).to(dtype)
+    linear = ops.PackedLinear(library, torch.randn(192, size_in).to(dtype), int8=int8)
+    x = torch.randn(67, size_in).to(dtype)
     whole = linear(x)
-    for begin, end in ((0, 1), (5, 10), (3, 16), (12, 37)):
+    for begin, end in ((0, 1), (5, 10), (3, 16), (12, 37), (20, 36), (1, 67)):
         assert torch.equal(linear(x[begin:end]), whole[begin:end])
 
 

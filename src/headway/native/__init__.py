@@ -23,8 +23,9 @@ from headway.native.interface import checksum
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 LANES = 16
 INTERFACE = checksum()
-VARIANTS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon")
+VARIANTS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon")
 """Best first."""
+TILES = ("", "AMX tiles", "emulated tiles")
 
 
 class Library:
@@ -41,6 +42,9 @@ class Library:
         self._dll.plan.restype = None
         self.bf16_pack: int = self._dll.bf16_pack()
         self.linear_panel: int = self._dll.linear_panel()
+        self.tiles = TILES[self._dll.linear_tiles()]
+        if self.tiles and not self._dll.linear_tiles_permitted():
+            raise OSError("this process is not permitted to use AMX tiles")
         self.linear_expands = bool(self._dll.linear_expands())
         self.tile_rows: int = self._dll.tile_rows()
         self.max_head_dim: int = self._dll.max_head_dim()
@@ -72,15 +76,20 @@ def choose() -> Chosen:
     supported = supported_variants()
     if not supported:
         return Chosen(None, f"no kernels for this CPU ({platform.machine()})")
+    refused = ""
     for variant in supported:
         path = library_path(variant)
         if not path.exists():
             continue
         try:
-            return Chosen(Library(path, variant), f"the best of {', '.join(supported)}, which this CPU has")
+            found = Library(path, variant)
         except OSError as error:
-            return Chosen(None, f"{path.name} cannot be loaded: {error}")
-    return Chosen(None, "not built: no C compiler at install time")
+            if variant != "amx":    # without its tiles the CPU is still one with AVX-512
+                return Chosen(None, f"{path.name} cannot be loaded: {error}")
+            refused = f"; not amx: {error}"
+            continue
+        return Chosen(found, f"the best of {', '.join(supported)}, which this CPU has{found.tiles and f'; {found.tiles}'}{refused}")
+    return Chosen(None, f"not built: no C compiler at install time{refused}")
 
 
 def library() -> Library | None:
@@ -98,7 +107,13 @@ def supported_variants() -> tuple[str, ...]:
         return ("neon",)
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512":
-        more = (("avx512_bf16", torch.cpu._is_avx512_bf16_supported()), ("avx512_vnni", torch.cpu._is_vnni_supported()))
+        bf16 = torch.cpu._is_avx512_bf16_supported()
+        more = (("amx", bf16 and has_tiles()), ("avx512_bf16", bf16), ("avx512_vnni", torch.cpu._is_vnni_supported()))
         return (*(name for name, there in more if there), "avx512", "avx2")
     return ("avx2",) if capability == "AVX2" else ()
 
+
+
+def has_tiles() -> bool:
+    """Whether the CPU has AMX; every one that does multiplies bf16 by it."""
+    return torch.cpu._is_amx_tile_supported()

@@ -5,8 +5,10 @@
 // one scale per output: half the bytes, and x becomes 16-bit integers, which lose less than bf16 does. In f32 it is [in / 2][2][PANEL]. While the panels of a
 // tile are multiplied, those of the next one are fetched into the second-level cache, a share per group of tokens: reading and arithmetic overlap instead of
 // adding up. Without dot products of bf16 in hardware, x becomes floats first and each pair of weights two vectors of floats.
+// On a CPU with AMX bf16 and int8 go through its tiles: linear_tiles.h.
 #include "kernels.h"
 #include "parallel.h"
+#include "tiles.h"
 
 #define TILE 32                 // outputs that are finished together: a vector of them, and the one that it is the gate of
 #if defined(__AVX512F__)
@@ -45,6 +47,12 @@ EXPORT int linear_expands(void) {
 #endif
 }
 
+// 1: products go through the CPU's tiles, 2: through emulated ones, 0: neither.
+EXPORT int linear_tiles(void) { return TILE_KIND; }
+
+// Whether what `linear_tiles` says may run in this process.
+EXPORT int linear_tiles_permitted(void) { return tiles_permitted(); }
+
 #if defined(MULTIPLIES)
 
 // Sizes of an element: 2 is bf16, 4 is f32, and of weights 1 is int8.
@@ -75,6 +83,10 @@ INLINE const float *floats(const linear_args *a, int64_t token, const int size) 
 INLINE void fetch(const char *next, int64_t unit, const int size) {
     for (int i = 0; i < 2 * PANEL * size; i += 64) __builtin_prefetch(next + unit * 2 * PANEL * size + i, 0, 2);
 }
+
+#if defined(TILES)
+#include "linear_tiles.h"
+#endif
 
 #if defined(__AVX512F__)
 #if defined(__AVX512BF16__)
@@ -326,6 +338,9 @@ INLINE void multiply(const linear_args *a, const char *tile, const char *next, i
 INLINE void some_tiles(const linear_args *a, int64_t task, const int size) {
     const int64_t tiles = a->out / TILE, num_tasks = tasks_for(a), bytes = a->in * TILE * size;
     const int64_t begin = tiles * task / num_tasks, end = tiles * (task + 1) / num_tasks;
+#if defined(TILES)
+    if (by_tiles(a, size)) { tiles_of_task(a, begin, end, size); return; }
+#endif
     const int64_t groups = (a->num_tokens + MAX_ROWS - 1) / MAX_ROWS, units = a->in / 2;
     const int fetches = !(size == 2 && a->num_tokens <= FEW_ROWS) && (!MANY_ROWS || a->num_tokens <= MANY_ROWS);
     for (int64_t t = begin; t < end; t++) {
@@ -352,11 +367,13 @@ static void int8_task(void *context, int64_t task) { some_tiles(context, task, 1
 EXPORT void linear_f32(linear_args *a) { run_parallel(f32_task, a, tasks_for(a), a->num_threads); }
 
 EXPORT void linear_bf16(linear_args *a) {
-    void (*task)(void *, int64_t) = bf16_task, (*prepare)(void *, int64_t) = NULL;
+    void (*task)(void *, int64_t) = a->scales ? int8_task : bf16_task, (*prepare)(void *, int64_t) = a->scales ? quantise : NULL;
 #if !defined(__AVX512BF16__)
-    prepare = expand;
+    if (!a->scales) prepare = expand;
 #endif
-    if (a->scales) { prepare = quantise; task = int8_task; }
+#if defined(TILES)
+    if (by_tiles(a, 2)) prepare = NULL;     // x is multiplied as it is
+#endif
     if (prepare) run_parallel(prepare, a, a->num_tokens, a->num_tokens * a->in < WORTH_A_THREAD ? 1 : a->num_threads);
     run_parallel(task, a, tasks_for(a), a->num_threads);
 }
