@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from headway.engine.tokenizer import Tokenizer
-from headway.server import async_engine, connection
+from headway.server import app, async_engine, connection, stream, streaming
 from headway.server.connection import Connection
 from headway.server.errors import SlowReaderError
 from headway.types import Request, SamplingParams
@@ -74,8 +74,10 @@ def test_bad_words_and_long_texts_leave_the_thread_of_the_loop(server: LiveServe
     assert server.client.post("/tokenize", json={"messages": messages}).status_code == 200
     assert server.client.post("/detokenize", json={"tokens": [5] * 10_000}).status_code == 200
     server.complete(prompt=[5, 6], max_tokens=1, bad_words=["x"])
-    assert {spy.calls[0][0].rpartition("_")[0] for spy in spies if spy.calls} == {"headway-aside"}
-    assert all(spy.threads <= {"headway-aside_0", "headway-aside_1"} for spy in spies)
+    prompts = {"headway-aside_0", "headway-aside_1"}
+    assert spies[3].threads <= prompts   # bad words belong to a request that is answered
+    assert spies[2].threads == {"headway-texts_0"}
+    assert {thread for spy in spies for thread in spy.threads} <= {"headway-texts_0"} | prompts
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server: LiveServer, monkeypatch):
@@ -166,6 +168,98 @@ def test_leaving_while_the_prompt_is_tokenized_drops_the_rest(server: LiveServer
     assert not added.calls
 
 
+def test_texts_that_are_only_tokenized_hold_up_no_prompt(server: LiveServer, monkeypatch):
+    """Both of the prompts' threads are free however many of them wait, and the shortest is next."""
+    begun, resume = threading.Event(), threading.Event()
+    encode, order = Tokenizer.encode_aside, []
+
+    def slow(self: Tokenizer, given: list[str], add_special_tokens: bool = True) -> Any:
+        if threading.current_thread().name.startswith("headway-texts"):
+            order.append(len(given[0]))
+            begun.set()
+            assert resume.wait(60)
+        return encode(self, given, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode_aside", slow)
+    calls = [open_request(server, {"prompt": "word " * number}, path="/tokenize") for number in (1000,)]
+    assert begun.wait(60)
+    calls += [open_request(server, {"prompt": "word " * number}, path="/tokenize") for number in (1003, 1001, 1002)]
+    server.wait_until(lambda: tasks_of(server, "_Api._tokenize") == 4, "all are there")
+    assert len(server.complete(prompt=[5, 6], max_tokens=2, bad_words=["x"])["choices"]) == 1   # they are tokenized aside, too
+    resume.set()
+    server.wait_until(lambda: len(order) == 4, "they are tokenized")
+    for call in calls:
+        call.close()
+    assert order == [5000, 5005, 5010, 5015]
+
+
+def test_how_much_text_may_wait_is_bounded(server: LiveServer, monkeypatch):
+    monkeypatch.setattr(app, "MAX_TEXT", 6000)
+    answer = server.client.post("/tokenize", json={"prompt": "word " * 1500})
+    assert answer.status_code == 400
+    assert "at most 6000" in answer.json()["error"]["message"]
+    begun, resume = threading.Event(), threading.Event()
+    encode = Tokenizer.encode_aside
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert resume.wait(60)
+        return encode(*args)
+
+    monkeypatch.setattr(Tokenizer, "encode_aside", slow)
+    monkeypatch.setattr(server.bridge.texts, "max_waiting", 9000)
+    first = open_request(server, {"prompt": LONG}, path="/tokenize")
+    assert begun.wait(60)
+    second = open_request(server, {"prompt": LONG}, path="/tokenize")
+    server.wait_until(lambda: server.bridge.texts.num_waiting == 2 * len(LONG), "both wait")
+    full = server.client.post("/tokenize", json={"prompt": LONG})
+    resume.set()
+    assert full.status_code == 429
+    assert full.json()["error"]["code"] == "queue_full"
+    first.close()
+    second.close()
+    assert server.client.post("/tokenize", json={"prompt": LONG}).json()["count"] > 0
+
+
+def test_an_answer_that_is_not_streamed_is_bounded(make_server: Callable[..., LiveServer], monkeypatch):
+    server = make_server()
+    monkeypatch.setattr(stream, "MAX_HELD", 1000)
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "logprobs": 5, "temperature": 0}
+    answer = server.client.post("/v1/completions", json={**body, "n": 4})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "answer_too_large"
+    server.assert_idle()
+    assert len(server.complete(**body)["choices"][0]["logprobs"]["tokens"]) == 100
+    assert server.bridge.memory.num_held == 0
+    events = server.client.post("/v1/completions", json={**body, "n": 4, "stream": True}).text   # as it says
+    assert events.endswith("data: [DONE]\n\n")
+    assert "error" not in events
+
+
+def test_a_large_answer_is_written_in_parts(server: LiveServer, monkeypatch):
+    """The same object as in one part, and no part is much larger than the next may be."""
+    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "logprobs": 5, "temperature": 0, "prompt_logprobs": 2}
+    whole = server.client.post("/v1/completions", json=body)
+    assert whole.headers["content-length"] == str(len(whole.content))
+    monkeypatch.setattr(streaming, "PART_SIZE", 1000)
+    sizes = []
+    parts = streaming._parts
+
+    def seen(value: Any) -> Any:
+        for part in parts(value):
+            sizes.append(len(part))
+            yield part
+
+    monkeypatch.setattr(streaming, "_parts", seen)
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.json()["choices"] == whole.json()["choices"]
+    assert "content-length" not in answer.headers
+    assert len(sizes) > 5
+    assert max(sizes) < 20_000
+    ids = server.client.post("/tokenize", json={"prompt": LONG, "return_token_strs": True}).json()
+    assert len(ids["tokens"]) == len(ids["token_strs"]) == ids["count"]
+
+
 def test_leaving_before_the_engine_takes_the_request_in(server: LiveServer, monkeypatch):
     added = Spy(monkeypatch, server.engine, "add")
     with server.paused():
@@ -179,7 +273,7 @@ def test_leaving_before_the_engine_takes_the_request_in(server: LiveServer, monk
 
 def test_unread_answers_are_bounded_and_the_slowest_reader_is_dropped(make_server: Callable[..., LiveServer], monkeypatch):
     server = make_server()
-    monkeypatch.setattr(async_engine, "MAX_UNREAD", 100)
+    monkeypatch.setattr(stream, "MAX_UNREAD", 100)
 
     def on_loop(coroutine: Any) -> Any:
         assert server.bridge.loop is not None
@@ -191,15 +285,15 @@ def test_unread_answers_are_bounded_and_the_slowest_reader_is_dropped(make_serve
     little = on_loop(server.bridge.submit([request("little", 20)]))
     server.wait_until(lambda: little.num_open == 0, "it is written")
     much = on_loop(server.bridge.submit([request("much", 400)]))
-    server.wait_until(lambda: server.bridge.num_dropped == 1, "it is dropped")
+    server.wait_until(lambda: server.bridge.memory.num_dropped == 1, "it is dropped")
     server.assert_idle()
     with pytest.raises(SlowReaderError):
         on_loop(much.get())
     assert sum(len(delta.token_ids) for _, delta in on_loop(little.get())) == 20
-    assert server.bridge.num_unread == 0
+    assert server.bridge.memory.num_unread == 0
     assert "headway:requests_dropped_total{" in server.client.get("/metrics").text
     assert len(server.complete(prompt="x", max_tokens=300, ignore_eos=True)["choices"]) == 1   # whoever reads is not dropped
-    assert server.bridge.num_dropped == 1
+    assert server.bridge.memory.num_dropped == 1
 
 
 def test_a_connection_that_takes_nothing_is_closed(server: LiveServer, monkeypatch):

@@ -16,12 +16,12 @@ from tests.integration.conftest import LiveServer
 BODY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-def open_request(server: LiveServer, body: dict) -> socket.socket:
-    """A raw connection that has sent a completion request."""
+def open_request(server: LiveServer, body: dict, *, path: str = "/v1/completions") -> socket.socket:
+    """A raw connection that has sent a request."""
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=60)
     payload = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     connection.sendall(head.encode() + payload)
     return connection
 

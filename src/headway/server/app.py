@@ -19,12 +19,14 @@ from starlette.responses import Response
 from headway.engine.admission import check_length
 from headway.errors import InvalidRequestError
 from headway.server import access, errors, openapi, protocol
-from headway.server.async_engine import STALL_S, AsyncEngine, Stream
+from headway.server.async_engine import STALL_S, AsyncEngine
 from headway.server.errors import ApiError, shown
 from headway.server.options import ServerOptions
 from headway.server.prometheus import EngineCollector, build_registry
 from headway.server.replies import ChatReply, CompletionReply, Reply, TokenNames
-from headway.server.streaming import EventStream, closing, collect, unless_gone
+from headway.server.stream import Stream
+from headway.server.streaming import EventStream, JsonInPieces, closing, collect, unless_gone
+from headway.server.writing import Mapped
 from headway.types import Request, SamplingParams
 from headway.version import __version__
 
@@ -35,6 +37,7 @@ Body = TypeVar("Body", bound=protocol._Strict)
 GenerationBody: TypeAlias = "protocol.CompletionRequest | protocol.ChatCompletionRequest"
 
 LONG_TEXT = 4096           # characters from which on tokenizing leaves the loop's thread
+MAX_TEXT = 2**20           # characters that are only tokenized, not answered: a quarter of a second of one thread
 MESSAGE_LENGTH = 32        # what a message costs a chat template beside its content, in characters
 MAX_NUM_ERRORS = 100       # wrong fields beyond which they are only counted
 FAILURES = (400, 401, 403, 404, 413, 415)
@@ -138,7 +141,7 @@ class _Api:
         self._check_size(len(prompts) * params.n)
 
         async def begin() -> tuple[Stream, Reply]:
-            token_ids = [await self._encode(prompt, fits=True) if isinstance(prompt, str) else prompt for prompt in prompts]
+            token_ids = [await self._encode(prompt, prompt=True) if isinstance(prompt, str) else prompt for prompt in prompts]
             reply = CompletionReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
             return await self._submit(http, body, token_ids, params, reply), reply
 
@@ -151,7 +154,7 @@ class _Api:
         self._check_size(params.n)
 
         async def begin() -> tuple[Stream, Reply]:
-            token_ids = [await self._encode_chat(body.messages, fits=True)]
+            token_ids = [await self._encode_chat(body.messages, prompt=True)]
             reply = ChatReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
             return await self._submit(http, body, token_ids, params, reply), reply
 
@@ -181,11 +184,7 @@ class _Api:
             return EventStream(stream, reply)
         async with closing(stream, http.receive):
             deltas = await collect(stream, reply)
-        if deltas is None:
-            return _gone()
-        if body.logprobs is None and body.prompt_logprobs is None:
-            return _json(reply.whole(deltas))
-        return await self.bridge.aside(lambda: _json(reply.whole(deltas)))   # thousands of numbers to write out
+        return _gone() if deltas is None else JsonInPieces(reply.whole(deltas), written=stream.let_go)
 
     def _check_size(self, num_sequences: int) -> None:
         """Before anything is tokenized: could the queue ever hold so many?"""
@@ -214,12 +213,9 @@ class _Api:
             assert body.messages is not None
             token_ids = await self._encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt is not False)
 
-        def answer() -> Response:
-            texts = [self.names(token)[0] for token in token_ids] if body.return_token_strs else None
-            known = {"count": len(token_ids), "max_model_len": self.engine.max_model_len}
-            return _json({**known, "tokens": token_ids, "token_strs": texts})
-
-        return await self.bridge.aside(answer)
+        texts = Mapped(token_ids, lambda token: self.names(token)[0]) if body.return_token_strs else None
+        known = {"count": len(token_ids), "max_model_len": self.engine.max_model_len}
+        return JsonInPieces({**known, "tokens": token_ids, "token_strs": texts})
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """The text of token ids."""
@@ -228,28 +224,33 @@ class _Api:
         wrong = next((token for token in body.tokens if token >= vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(f"tokens holds token id {wrong}; accepted are 0 to {vocab_size - 1}", param="tokens")
-        text = await unless_gone(http.receive, self.bridge.aside(self.engine.tokenizer.decode, body.tokens, False))
+        text = await unless_gone(http.receive, self.bridge.texts.run(len(body.tokens), self.engine.tokenizer.decode, body.tokens, False))
         return _gone() if text is None else _json({"prompt": text})
 
-    async def _encode(self, text: str, add_special_tokens: bool = True, *, fits: bool = False) -> list[int]:
-        """fits: refuse a text that cannot fit the context. Raises InvalidRequestError."""
+    async def _encode(self, text: str, add_special_tokens: bool = True, *, prompt: bool = False) -> list[int]:
+        """prompt: of a request that is to be answered, so refuse a text that cannot fit the context, and let it pass those that are only
+        tokenized. Raises InvalidRequestError or QueueFullError."""
         if len(text) < LONG_TEXT:
             return self.engine.tokenizer.encode(text, add_special_tokens)
-        if fits:
+        if prompt:
             check_length(text, self.engine)
-        return (await self.bridge.aside(self.engine.tokenizer.encode_aside, [text], add_special_tokens))[0]
+        elif len(text) > MAX_TEXT:
+            raise InvalidRequestError(f"the text has {len(text)} characters; at most {MAX_TEXT} are tokenized at a time", param="prompt")
+        encode = self.engine.tokenizer.encode_aside
+        return (await (self.bridge.aside if prompt else self.bridge.texts.run)(len(text), encode, [text], add_special_tokens))[0]
 
     async def _encode_chat(
-        self, messages: Sequence[protocol.Message], add_generation_prompt: bool = True, *, fits: bool = False
+        self, messages: Sequence[protocol.Message], add_generation_prompt: bool = True, *, prompt: bool = False
     ) -> list[int]:
         """Like `_encode`, of a conversation."""
         flat = [message.flat() for message in messages]
         render = self.engine.tokenizer.render
-        if sum(len(message["content"]) + MESSAGE_LENGTH for message in flat) < LONG_TEXT:
+        size = sum(len(message["content"]) + MESSAGE_LENGTH for message in flat)
+        if size < LONG_TEXT:
             text = render(flat, add_generation_prompt)
         else:
-            text = await self.bridge.aside(render, flat, add_generation_prompt)
-        return await self._encode(text, add_special_tokens=False, fits=fits)
+            text = await (self.bridge.aside if prompt else self.bridge.texts.run)(size, render, flat, add_generation_prompt)
+        return await self._encode(text, add_special_tokens=False, prompt=prompt)
 
     # About the server.
 

@@ -5,7 +5,7 @@
     Stream.get          <-- one call per step, with all its deltas --   engine.step()
 
 The two threads share the interpreter lock: whatever the loop does is time the engine may wait for, so a step crosses over once, and
-nothing here is done per token. What a request costs before it is queued is paid on a third thread (`aside`).
+nothing here is done per token. What a request costs before it is queued is paid on further threads (`aside`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headway.engine.admission import Prepared
 from headway.engine.cores import CoreShare
 from headway.errors import InvalidRequestError, QueueFullError
-from headway.server.errors import DrainingError, EngineFailedError, SlowReaderError
+from headway.server.errors import DrainingError, EngineFailedError
+from headway.server.stream import AnswerMemory, Stream
+from headway.server.workers import Workers
 from headway.types import OutputDelta, Request
 
 logger = logging.getLogger("headway.server")
 T = TypeVar("T")
 
 NUM_WORKERS = 2      # a long prompt holds up another one, not everybody's
+MAX_WAITING = 2**26  # characters of prompts that may wait to be tokenized: 16 bodies of 4 MB
+MAX_TEXTS = 2**24    # of texts that are tokenized and not answered
 LIGHT_TOKENS = 4096  # of prompts, which are looked through in a tenth of a millisecond
 STALL_S = 10.0       # a round of the engine's thread, one step and what enters before it, that takes longer is not healthy
 STOP_S = 2.0
-MAX_UNREAD = 2**18   # tokens and log probabilities that may wait to be read, over all streams: at most 160 MB
 IDLE_CHECK_S = 1.0   # an engine that had nothing to do for so long checks its invariants
 
 
@@ -55,66 +57,6 @@ class EngineLike(Protocol):
     def check(self) -> None: ...
 
 
-class Stream:
-    """The deltas of some requests that were submitted together, tagged with the request's position. Loop thread only."""
-
-    def __init__(self, bridge: AsyncEngine, requests: Sequence[Request]) -> None:
-        self._bridge = bridge
-        self.requests = requests
-        self.num_open = sum(request.params.n for request in requests)
-        self.closed = False
-        self._ready: list[tuple[int, OutputDelta]] = []
-        self.num_unread = 0   # tokens and log probabilities in what nobody has asked for yet
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def get(self) -> list[tuple[int, OutputDelta]]:
-        """Everything that came since the last call, waiting for at least one delta; [] once all is finished or the stream is closed.
-
-        Raises EngineFailedError when the engine gave the requests up.
-        """
-        while not self._ready:
-            if self._error is not None:
-                raise self._error
-            if self.num_open == 0 or self.closed:
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        ready, self._ready = self._ready, []
-        self._bridge.read(self)
-        return ready
-
-    def close(self) -> None:
-        """Aborts what is unfinished and frees what it holds; no further deltas. Harmless when all is finished."""
-        if not self.closed:
-            self.closed = True
-            self._bridge.release(self)
-            self._wake()
-
-    def take_unread(self) -> int:
-        """Counts from 0 again; returns the count."""
-        count, self.num_unread = self.num_unread, 0
-        return count
-
-    def push(self, position: int, delta: OutputDelta) -> None:
-        self._ready.append((position, delta))
-        self.num_unread += _size(delta)
-        if delta.finish_reason is not None:
-            self.num_open -= 1
-        self._wake()
-
-    def fail(self, error: Exception, *, drop: bool = False) -> None:
-        """The next `get` raises `error`; with `drop`, what is unread is lost, else it is read before."""
-        self._error = error
-        if drop:
-            self._ready = []
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class AsyncEngine:
     """Runs an engine on its own thread. All methods belong to the loop's thread, except those that say otherwise."""
 
@@ -128,15 +70,14 @@ class AsyncEngine:
         self.max_added_tokens = max_added_tokens
         self.num_open = 0
         self.num_rejected = 0
-        self.num_dropped = 0   # clients that did not read what was written for them
-        self.num_unread = 0    # over all streams
+        self.memory = AnswerMemory()
         self.draining = False
         self.failure: BaseException | None = None   # set once the engine is beyond repair
         self.on_failure: Callable[[], None] = lambda: None
         self._streams: dict[str, tuple[Stream, int]] = {}
-        self._behind: set[Stream] = set()   # streams with something unread, finished ones among them
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
-        self._workers = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="headway-aside")
+        self._workers = Workers("headway-aside", NUM_WORKERS, MAX_WAITING)
+        self.texts = Workers("headway-texts", 1, MAX_TEXTS)   # what is only tokenized: no prompt waits for it
         self._cores = CoreShare()
         self._stopping = self._stopped = False
         self._round_began: float | None = None   # engine thread: monotonic seconds; None while it waits for work
@@ -166,7 +107,6 @@ class AsyncEngine:
         self.draining = True
         self._fail_streams(list(self._streams), EngineFailedError("the server shut down before the request was finished"))
         self._calls.put(_Call(self._end))
-        self._workers.shutdown(wait=False, cancel_futures=True)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, STOP_S)
         self._stopped = True
 
@@ -184,7 +124,7 @@ class AsyncEngine:
 
         Raises InvalidRequestError, QueueFullError, DrainingError or EngineFailedError.
         """
-        stream = Stream(self, requests)
+        stream = Stream(requests, self.memory, self.release)
         if self.draining:
             raise DrainingError
         if stream.num_open > self.max_open:
@@ -199,16 +139,17 @@ class AsyncEngine:
         for position, request in enumerate(requests):
             self._streams[request.request_id] = (stream, position)
         try:
-            prepared = self.engine.prepare(requests) if _are_light(requests) else await self.aside(self.engine.prepare, requests)
+            light = _are_light(requests)
+            prepared = self.engine.prepare(requests) if light else await self.aside(_size_of(requests), self.engine.prepare, requests)
             await asyncio.gather(*[self.call(partial(self._add, each), _num_tokens(each)) for each in prepared])
         except BaseException:
             stream.close()
             raise
         return stream
 
-    async def aside(self, function: Callable[..., T], *args: Any) -> T:
-        """Runs what takes long and needs nothing of the engine's state on another thread; not when the caller is cancelled before."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, function, *args)
+    async def aside(self, size: int, function: Callable[..., T], *args: Any) -> T:
+        """Runs what takes long and needs nothing of the engine's state on another thread, shortest text first (`Workers.run`)."""
+        return await self._workers.run(size, function, *args)
 
     async def call(self, function: Callable[[], T], num_tokens: int = 0) -> T:
         """Runs `function` on the engine's thread between two steps and returns what it returns; not when the caller is cancelled before."""
@@ -245,25 +186,10 @@ class AsyncEngine:
         ids = [request.request_id for request in stream.requests if self._streams.pop(request.request_id, None)]
         if ids:
             self._calls.put(_Call(lambda: self._abort(ids)))
-        self.read(stream)
-        self.num_open -= stream.num_open
-        stream.num_open = 0
+        self.memory.read(stream)
+        self.num_open -= stream.take_open()
         if self.num_open == 0:
             self._nothing_open.set()
-
-    def read(self, stream: Stream) -> None:
-        """Nothing of `stream` is unread any more (`Stream.get`)."""
-        self.num_unread -= stream.take_unread()
-        self._behind.discard(stream)
-
-    def _drop_slowest(self) -> None:
-        """Frees what the client that is furthest behind has not read; when it reads on it finds an error."""
-        stream = max(self._behind, key=lambda stream: stream.num_unread)
-        logger.warning("a client is %d tokens and log probabilities behind with reading: its answer is dropped", stream.num_unread)
-        self.num_dropped += 1
-        stream.fail(SlowReaderError("the answer was dropped: too much of it was waiting to be read"), drop=True)
-        stream.close()
-        self.read(stream)   # one that was closed before holds nothing
 
     def _deliver(self, deltas: list[OutputDelta]) -> None:
         streams = self._streams
@@ -276,8 +202,7 @@ class AsyncEngine:
                 continue
             stream, position = entry
             stream.push(position, delta)
-            self.num_unread += _size(delta)
-            self._behind.add(stream)
+            self.memory.add(stream, delta)
             if delta.finish_reason is not None:
                 self.num_open -= 1
                 if stream.num_open == 0:
@@ -285,8 +210,7 @@ class AsyncEngine:
                         del streams[request.request_id]
                 if self.num_open == 0:
                     self._nothing_open.set()
-        while self.num_unread > MAX_UNREAD:
-            self._drop_slowest()
+        self.memory.drop_slowest()
 
     def _fail_streams(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:
@@ -376,15 +300,16 @@ class AsyncEngine:
         self.loop.call_soon_threadsafe(function, *args)
 
 
-def _size(delta: OutputDelta) -> int:
-    """Of what a stream may hold: the tokens, and the log probabilities of each. (Those of the prompt are never streamed.)"""
-    return len(delta.token_ids) + sum(1 + len(each.top) for each in delta.logprobs or ())
-
-
 def _are_light(requests: Sequence[Request]) -> bool:
     """Whether to prepare them takes less than to hand them to another thread."""
     num_words = sum(len(request.params.bad_words or ()) for request in requests)
     return num_words == 0 and sum(len(request.prompt_token_ids) for request in requests) <= LIGHT_TOKENS
+
+
+def _size_of(requests: Sequence[Request]) -> int:
+    """In characters or tokens, of what `prepare` looks through."""
+    words = {id(request.params): sum(map(len, request.params.bad_words or ())) for request in requests}
+    return sum(words.values()) + sum(len(request.prompt_token_ids) for request in requests)
 
 
 def _num_tokens(prepared: Prepared) -> int:

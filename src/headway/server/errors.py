@@ -66,6 +66,10 @@ class SlowReaderError(Exception):
     """The client did not read what was written for it, and others needed the memory."""
 
 
+class AnswerTooLargeError(Exception):
+    """An answer that is not streamed became more than the server holds, and others needed the memory."""
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The answer that an exception becomes; anything unknown is a 500 that tells nothing of the inside."""
     if isinstance(error, ApiError):
@@ -78,6 +82,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down", headers=RETRY_AFTER)
     if isinstance(error, SlowReaderError):
         return ApiError(408, str(error), code="slow_reader")
+    if isinstance(error, AnswerTooLargeError):
+        return ApiError(400, str(error), code="answer_too_large")
     if isinstance(error, ClientDisconnect):   # in the middle of its body: nobody reads this
         return ApiError(400, "the body is incomplete")
     if isinstance(error, HTTPException):
@@ -101,8 +107,8 @@ def install(app: FastAPI) -> None:
             return ApiError(404, f"there is nothing at {shown(request.url.path)}.{hint}", code="not_found").response()
         return as_api_error(error).response()
 
-    known = (ApiError, HTTPException, InvalidRequestError, QueueFullError, DrainingError, EngineFailedError, ClientDisconnect)
-    for kind in (*known, Exception):
+    known = (ApiError, HTTPException, InvalidRequestError, QueueFullError, DrainingError, EngineFailedError, AnswerTooLargeError)
+    for kind in (*known, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer)
 
 

@@ -42,7 +42,7 @@ class ServerOptions:
     allow_credentials: bool = option(False, "such pages may send cookies")
     max_queue: int = option(1024, "sequences that may wait to run; more are answered with 429")
     max_body_bytes: int = option(4 * 2**20, "largest request body; larger ones are answered with 413")
-    drain_timeout_s: float = option(30.0, "on SIGTERM: how long running requests may take to finish")
+    drain_timeout_s: float = option(30.0, "on SIGTERM: the server has ended after so long; running requests have all but 5 s of it")
 
     def __post_init__(self) -> None:
         for name in LISTS:

@@ -50,7 +50,7 @@ class EngineCollector(Collector):
         yield from self._speculation()
         yield from self._steps()
         yield self._counter("headway:requests_rejected", "Requests refused because the queue was full.", self.bridge.num_rejected)
-        yield self._counter("headway:requests_dropped", "Requests whose client did not read.", self.bridge.num_dropped)
+        yield self._counter("headway:requests_dropped", "Requests whose client did not read.", self.bridge.memory.num_dropped)
 
     def _speculation(self) -> Iterator[Metric]:
         by_drafter = {name: SpecDecodeMetrics() for name in self.drafters} | self.metrics.speculation()

@@ -9,8 +9,10 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
+from headway.server.writing import Mapped, text_of
 from headway.spec_decode_metrics import SpecDecodeMetrics
 from headway.types import OutputDelta, TokenLogprobs
 
@@ -92,7 +94,7 @@ class Reply:
         return {"speculative_decoding": _metrics(self.stats)}
 
     def whole(self, deltas: Sequence[Sequence[OutputDelta]]) -> dict[str, Any]:
-        """The answer in one piece. deltas: per choice."""
+        """The answer, for `writing.pieces`. deltas: per choice."""
         return {
             "id": self.id,
             "object": self.object_name,
@@ -137,12 +139,14 @@ class Reply:
         """What `chunk_choices` writes before the text of a chunk that carries nothing else (`after_text`: what after it)."""
         raise NotImplementedError
 
-    def prompt_logprobs(self, deltas: Sequence[OutputDelta]) -> list[dict[str, Any] | None] | None:
+    def prompt_logprobs(self, deltas: Sequence[OutputDelta]) -> Mapped | None:
         """vLLM's shape: per prompt token {token id: {logprob, rank, decoded_token}}, null for the first."""
         found = next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None)
-        return None if found is None else [None if at is None else self._ranked(at) for at in found]
+        return None if found is None else Mapped(found, self._ranked)
 
-    def _ranked(self, at: TokenLogprobs) -> dict[str, Any]:
+    def _ranked(self, at: TokenLogprobs | None) -> dict[str, Any] | None:
+        if at is None:
+            return None
         ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(at.top, start=1)}
         ranked[at.token_id] = (at.logprob, at.rank)
         return {
@@ -178,7 +182,7 @@ class CompletionReply(Reply):
         text = _quote(delta.text)
         if delta.finish_reason is None and self.logprobs is None:
             return f"{self.before_text(choice)}{text}{self.after_text}"
-        logprobs = json.dumps(self._logprobs(choice, delta.logprobs or []))
+        logprobs = text_of(self._logprobs(choice, delta.logprobs or []))
         return f'"choices": [{{"index": {choice}, "text": {text}, "logprobs": {logprobs}, {_ending(delta)}'
 
     def before_text(self, choice: int) -> str:
@@ -188,21 +192,20 @@ class CompletionReply(Reply):
         """OpenAI's parallel lists. Offsets count the characters of the tokens, each decoded alone."""
         if self.logprobs is None:
             return None
-        tokens, offsets, tops = [], [], []
-        for at in found:
-            text = self.names(at.token_id)[0]
-            tokens.append(text)
-            offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(text)
-            top = {self.names(token)[0]: max(logprob, LOWEST_LOGPROB) for token, logprob in reversed(at.top)}
-            top[text] = max(at.logprob, LOWEST_LOGPROB)
-            tops.append(top)
+        tokens = [self.names(at.token_id)[0] for at in found]
+        offsets = list(accumulate(map(len, tokens), initial=self._offsets[choice]))
+        self._offsets[choice] = offsets.pop()
         return {
             "tokens": tokens,
             "token_logprobs": [max(at.logprob, LOWEST_LOGPROB) for at in found],
-            "top_logprobs": tops,
+            "top_logprobs": Mapped(found, self._alternatives),
             "text_offset": offsets,
         }
+
+    def _alternatives(self, at: TokenLogprobs) -> dict[str, float]:
+        top = {self.names(token)[0]: max(logprob, LOWEST_LOGPROB) for token, logprob in reversed(at.top)}
+        top[self.names(at.token_id)[0]] = max(at.logprob, LOWEST_LOGPROB)
+        return top
 
 
 class ChatReply(Reply):
@@ -237,7 +240,7 @@ class ChatReply(Reply):
             return f"{self.before_text(choice)}{text}{self.after_text}"
         if delta.finish_reason is None and self.logprobs is None:
             return f'"choices": [{{"index": {choice}, "delta": {{{shown}{self.after_text}'
-        logprobs = json.dumps(self._logprobs(delta.logprobs or []))
+        logprobs = text_of(self._logprobs(delta.logprobs or []))
         return f'"choices": [{{"index": {choice}, "delta": {{{shown}}}, "logprobs": {logprobs}, {_ending(delta)}'
 
     def before_text(self, choice: int) -> str:
@@ -246,12 +249,11 @@ class ChatReply(Reply):
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if self.logprobs is None:
             return None
-        content = [
-            self._entry(at.token_id, at.logprob)
-            | {"top_logprobs": [self._entry(token, logprob) for token, logprob in at.top[: self.logprobs]]}
-            for at in found
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": Mapped(found, self._with_alternatives), "refusal": None}
+
+    def _with_alternatives(self, at: TokenLogprobs) -> dict[str, Any]:
+        alternatives = [self._entry(token, logprob) for token, logprob in at.top[: self.logprobs]]
+        return self._entry(at.token_id, at.logprob) | {"top_logprobs": alternatives}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = self.names(token_id)

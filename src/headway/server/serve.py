@@ -27,8 +27,8 @@ logger = logging.getLogger("headway.server")
 
 # The default of 5 ms lets the loop hold the engine up in the middle of a step.
 SWITCH_INTERVAL_S = 0.0005
-CLOSE_S = 5       # for connections to close once their answers are written
-SHUTDOWN_S = 10   # after the drain time: CLOSE_S, the engine's thread (STOP_S), and the interpreter
+CLOSE_S = 2      # for connections to close once their answers are written
+SHUTDOWN_S = 5   # the last of the drain time: CLOSE_S, the engine's thread (STOP_S), and the interpreter
 
 
 def serve(engine_config: EngineConfig, options: ServerOptions, *, progress: bool = True) -> None:
@@ -89,15 +89,20 @@ class Server(uvicorn.Server):
         """First signal: drain. A second one ends the process at once, as does a watchdog that needs no Python to run."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        faulthandler.dump_traceback_later(self.options.drain_timeout_s + SHUTDOWN_S, exit=True)
+        faulthandler.dump_traceback_later(SHUTDOWN_S + self._time_to_finish, exit=True)
         self._running_loop.call_soon_threadsafe(self._on_signal, sig)
+
+    @property
+    def _time_to_finish(self) -> float:
+        """Seconds that running requests have."""
+        return max(0.0, self.options.drain_timeout_s - SHUTDOWN_S)
 
     def _on_signal(self, sig: int) -> None:
         logger.warning("%s: finishing %d running sequences", signal.Signals(sig).name, self.bridge.num_open)
         self._drain = asyncio.create_task(self._finish())
 
     async def _finish(self) -> None:
-        await self.bridge.drain(self.options.drain_timeout_s)
+        await self.bridge.drain(self._time_to_finish)
         self._stop()
 
     def _stop(self) -> None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from headway.server.async_engine import Stream
 from headway.server.errors import EngineFailedError, SlowReaderError, as_api_error
 from headway.server.replies import Reply
+from headway.server.stream import Stream
+from headway.server.writing import pieces
 from headway.types import OutputDelta
 
 logger = logging.getLogger("headway.server")
 T = TypeVar("T")
+
+PART_SIZE = 2**16   # characters of an answer that leave together, a millisecond of writing
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -54,12 +58,64 @@ async def closing(stream: Stream, receive: Receive) -> AsyncIterator[None]:
 
 
 async def collect(stream: Stream, reply: Reply) -> list[list[OutputDelta]] | None:
-    """All deltas, per choice; None when the client went away first. Raises EngineFailedError."""
+    """All deltas, per choice, held until `stream.let_go`; None when the client went away first. Raises what `Stream.get` does."""
     deltas: list[list[OutputDelta]] = [[] for _ in range(reply.num_choices)]
-    while ready := await stream.get():
-        for position, delta in ready:
-            deltas[reply.count(position, delta)].append(delta)
-    return None if stream.closed else deltas
+    complete = False
+    try:
+        while ready := await stream.get(hold=True):
+            for position, delta in ready:
+                deltas[reply.count(position, delta)].append(delta)
+        complete = not stream.closed
+    finally:
+        if not complete:
+            stream.let_go()
+    return deltas if complete else None
+
+
+class JsonInPieces(Response):
+    """A response that writes a value's JSON; a large one part by part, and others run in between."""
+
+    media_type = "application/json"
+
+    def __init__(self, value: Any, written: Callable[[], None] = lambda: None) -> None:
+        """written: called when nothing of `value` is needed any more, also where the client left."""
+        self.value = value
+        self.written = written
+        self.status_code = 200
+        self.background = None
+        self.init_headers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            parts = _parts(self.value)
+            first, second = next(parts), next(parts, None)
+            if second is None:
+                self.headers["Content-Length"] = str(len(first))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": second is not None})
+            if second is not None:
+                await unless_gone(receive, self._write(send, itertools.chain((second,), parts)))
+        finally:
+            self.written()
+
+    async def _write(self, send: Send, parts: Iterator[bytes]) -> None:
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """The JSON of `value`, PART_SIZE characters or little more at a time."""
+    parts: list[str] = []
+    size = 0
+    for piece in pieces(value):
+        parts.append(piece)
+        size += len(piece)
+        if size > PART_SIZE:
+            yield "".join(parts).encode()
+            parts, size = [], 0
+    yield "".join(parts).encode()
 
 
 class EventStream(Response):
