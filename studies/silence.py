@@ -32,10 +32,17 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What is asked, and after how many seconds the client leaves (None: never)."""
+    """What is asked, and after how many seconds the client leaves (None: never).
+
+    times   how many send it at once
+    victim  a completion of somebody else, a prompt of 5,500 characters, is sent behind it and timed
+    """
 
     body: Body
     leaves_after_s: float | None = None
+    path: str = "/v1/completions"
+    times: int = 1
+    victim: bool = False
 
 
 def words(count: int) -> list[str]:
@@ -53,6 +60,8 @@ ROWS = {
     "4 MB of words": Row({"prompt": "word " * (LENGTH // 5), "max_tokens": 2}),
     "a word of 4 MB": Row({"prompt": "x" * LENGTH, "max_tokens": 2}),
     "a prompt of 8,000 tokens": Row({"prompt": "word " * 8000, "max_tokens": 2}),
+    "nothing, and a prompt of 5,500 characters": Row(SHORT, victim=True),
+    "twelve texts of 1 MB to tokenize": Row({"prompt": "word " * 200_000}, path="/tokenize", times=12, victim=True),
     "prompt_logprobs 20 on 8,000 tokens": Row({"prompt": "word " * 8000, "max_tokens": 2, "prompt_logprobs": 20}),
 }
 
@@ -88,13 +97,22 @@ def measure(server: Server, row: Row, limit_s: float, settle_s: float) -> dict[s
     while len(listener.times) < 50:
         time.sleep(0.1)
     start = time.monotonic()
-    status: int | None = None
-    try:
-        timeout = httpx.Timeout(row.leaves_after_s or limit_s)
-        status = httpx.post(f"{server.url}/v1/completions", json=row.body, timeout=timeout).status_code
-    except httpx.TimeoutException:
-        pass
-    answered = time.monotonic()
+    statuses: list[int | None] = []
+
+    def ask() -> None:
+        try:
+            timeout = httpx.Timeout(row.leaves_after_s or limit_s)
+            statuses.append(httpx.post(f"{server.url}{row.path}", json=row.body, timeout=timeout).status_code)
+        except httpx.TimeoutException:
+            statuses.append(None)
+
+    clients = [threading.Thread(target=ask) for _ in range(row.times)]
+    for client in clients:
+        client.start()
+    found = {"victim_s": victim(server, limit_s)} if row.victim else {}
+    for client in clients:
+        client.join()
+    answered, status = time.monotonic(), statuses[0]
     over = row.leaves_after_s is not None or status is not None
     time.sleep(settle_s)
     while time.monotonic() - listener.times[-1] > settle_s and time.monotonic() - start < limit_s:
@@ -106,7 +124,17 @@ def measure(server: Server, row: Row, limit_s: float, settle_s: float) -> dict[s
         "answered_s": round(answered - start, 2),
         "status": status,
         "over": over and end - listener.times[-1] <= settle_s,
+        **found,
     }
+
+
+def victim(server: Server, limit_s: float) -> float:
+    """Seconds until a prompt that is long enough to be tokenized aside is answered, while others were there first."""
+    time.sleep(0.3)
+    start = time.monotonic()
+    prompt = f"{start} " + "once upon a time " * 320
+    httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt[:5500], "max_tokens": 2}, timeout=limit_s).raise_for_status()
+    return round(time.monotonic() - start, 2)
 
 
 def start(source: str, args: argparse.Namespace) -> Server:
