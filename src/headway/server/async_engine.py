@@ -73,7 +73,7 @@ class AsyncEngine:
         self.memory = AnswerMemory()
         self.draining = False
         self.failure: BaseException | None = None   # set once the engine is beyond repair
-        self.on_failure: Callable[[], None] = lambda: None
+        self._report_failure: Callable[[], None] = lambda: None
         self._streams: dict[str, tuple[Stream, int]] = {}
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._workers = Workers("headway-aside", NUM_WORKERS, MAX_WAITING)
@@ -90,6 +90,10 @@ class AsyncEngine:
     def start(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._thread.start()
+
+    def on_failure(self, report: Callable[[], None]) -> None:
+        """`report` is called once the engine's thread has ended with an error, on the loop's thread."""
+        self._report_failure = report
 
     @property
     def stalled(self) -> bool:
@@ -224,7 +228,7 @@ class AsyncEngine:
         self._fail_streams(list(self._streams), EngineFailedError("the engine has stopped"))
         while not self._calls.empty():
             self._calls.get_nowait().function()
-        self.on_failure()
+        self._report_failure()
 
     # The engine's thread.
 

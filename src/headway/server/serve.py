@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._running_loop = asyncio.get_running_loop()
-        self.bridge.on_failure = self._stop
+        self.bridge.on_failure(self._stop)
         await super().startup(sockets)
         assert sockets is not None
         print(_hello(sockets[0], self.model, self.options, self.bridge.engine.sampling_defaults), flush=True)
