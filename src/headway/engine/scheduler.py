@@ -254,8 +254,12 @@ class Scheduler:
         """Appends up to and including the first token that ends the sequence; returns how many were appended."""
         for count, token in enumerate(tokens, start=1):
             seq.token_ids.append(token)
+            is_complete = seq.matcher is not None and seq.matcher.advance(token)
             if token in seq.eos_token_ids or token in seq.stop_token_ids:
                 self.finish(seq, "stop", token if token in seq.stop_token_ids else None)
+                return count
+            if is_complete:
+                self.finish(seq, "stop")
                 return count
             if seq.num_output_tokens >= seq.max_tokens or seq.num_tokens >= self.max_model_len:
                 self.finish(seq, "length")
