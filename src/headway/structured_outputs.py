@@ -13,7 +13,11 @@ from typing import Any, Protocol
 
 from headway.errors import InvalidRequestError
 
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = {
+    "json": "the JSON schema", "regex": "the regular expression", "choice": "the choice", "grammar": "the grammar",
+    "json_object": "any JSON object",
+}   # fmt: skip
+"""Field -> what it is called in a message."""
 MAX_CHARACTERS = 1 << 16   # of a schema, expression, grammar, or of all choices together: ten times what applications send
 
 
@@ -39,15 +43,15 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise _invalid(f"takes exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}")
+            raise _invalid(f"structured_outputs takes exactly one of {', '.join(KINDS)}; got {' and '.join(given) or 'none'}")
         if self.json_object is False:
             raise _invalid("json_object must be true, or left out")
         if self.choice is not None and not (self.choice and all(isinstance(text, str) for text in self.choice)):
-            raise _invalid("choice must be a list of one text or more")
+            raise _invalid("choice must be a list of one string or more")
         if self.disable_any_whitespace and self.kind not in ("json", "json_object"):
             raise _invalid("disable_any_whitespace goes with json or json_object")
         if len(self.text) > MAX_CHARACTERS:
-            raise _invalid(f"{self.kind} has {len(self.text)} characters; at most {MAX_CHARACTERS} are accepted")
+            raise _invalid(f"{KINDS[self.kind]} has {len(self.text)} characters; at most {MAX_CHARACTERS} are accepted")
 
     @property
     def kind(self) -> str:
@@ -64,11 +68,11 @@ class StructuredOutputsParams:
         try:
             return json.dumps(dict(given) if isinstance(given, Mapping) else given, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise _invalid(f"{self.kind} is not JSON: {error}") from None
+            raise _invalid(f"{KINDS[self.kind]} is not JSON: {error}") from None
 
 
 def _invalid(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"structured_outputs: {message}", param="structured_outputs")
+    return InvalidRequestError(message, param="structured_outputs")
 
 
 class GrammarError(RuntimeError):

@@ -96,8 +96,8 @@ class TestRequests:
         ("given", "message"),
         [
             ({"json_object": False}, "json_object must be true"),
-            ({"choice": []}, "a list of one text or more"),
-            ({"choice": [1]}, "a list of one text or more"),
+            ({"choice": []}, "a list of one string or more"),
+            ({"choice": [1]}, "a list of one string or more"),
             ({"regex": "a", "disable_any_whitespace": True}, "goes with json"),
             ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"at most {MAX_CHARACTERS}"),
             ({"json": {"a": {1}}}, "is not JSON"),

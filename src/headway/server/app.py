@@ -173,7 +173,11 @@ class _Api:
             Request(f"{reply.id}-{position}", token_ids, params, priority=body.priority or 0, cache_salt=salt)
             for position, token_ids in enumerate(prompts)
         ]
-        return await self.bridge.submit(requests)
+        try:
+            return await self.bridge.submit(requests)
+        except InvalidRequestError as error:
+            param = body.form_field() if error.param == "structured_outputs" else error.param
+            raise InvalidRequestError(str(error), param=param, code=error.code) from None
 
     async def _answer(self, http: HttpRequest, body: GenerationBody, begin: Coroutine[Any, Any, tuple[Stream, Reply]]) -> Response:
         begun = await unless_gone(http.receive, begin)

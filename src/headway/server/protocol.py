@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from headway.errors import InvalidRequestError
+from headway.structured_outputs import StructuredOutputsParams
 from headway.types import MAX_LIST, MAX_STOP_STRINGS, MAX_STRING_LENGTH, RequestSpeculation, SamplingParams
 
 INT32_MAX = 2**31 - 1
@@ -74,6 +75,44 @@ class Speculation(_Strict):
     )
 
 
+class JsonSchemaFormat(_Strict):
+    name: Text
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="true or false: every answer keeps to the schema")
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's way to ask for a form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def form(self) -> StructuredOutputsParams | None:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise InvalidRequestError('response_format: json_schema goes with type "json_schema"', param="response_format")
+        if self.json_schema is not None:
+            return StructuredOutputsParams(json=self.json_schema.schema_)
+        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's way; exactly one of the first five."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema, as an object or as text")
+    regex: str | None = None
+    choice: Strings | None = None
+    grammar: str | None = Field(None, description="Lark, or GBNF")
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    structural_tag: Unsupported = None
+
+    def form(self) -> StructuredOutputsParams:
+        return StructuredOutputsParams(
+            self.json_, self.regex, self.choice, self.grammar, self.json_object, bool(self.disable_any_whitespace)
+        )   # fmt: skip
+
+
 class _Sampling(_Strict):
     """Fields that both completions endpoints share. Defaults are vLLM's: the model's own for sampling, where its makers recommend any."""
 
@@ -107,8 +146,38 @@ class _Sampling(_Strict):
     cache_salt: Text | None = Field(
         None, max_length=MAX_SALT_LENGTH, description="K/V prefixes and remembered responses are shared with the same salt only"
     )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(
+        None, description="older name of structured_outputs.json",
+        json_schema_extra=_accepts("a JSON schema, as an object or as text, or null"),
+    )   # fmt: skip
+    guided_regex: str | None = Field(None, description="older name of structured_outputs.regex")
+    guided_choice: Strings | None = Field(None, description="older name of structured_outputs.choice")
+    guided_grammar: str | None = Field(None, description="older name of structured_outputs.grammar")
     # Headway's
     speculative: Speculation | None = None
+
+    def form_field(self) -> str | None:
+        """The one field that asks for a form of the text. Raises InvalidRequestError where several do."""
+        given = [name for name in _FORM_NAMES if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type == "text":
+            given.remove("response_format")
+        if len(given) > 1:
+            raise InvalidRequestError(f"a text has one form: give one of {' and '.join(given)}", param=given[-1])
+        return given[0] if given else None
+
+    def _form(self) -> StructuredOutputsParams | None:
+        name = self.form_field()
+        if name is None:
+            return self.response_format.form() if self.response_format is not None else None
+        given = getattr(self, name)
+        try:
+            if isinstance(given, ResponseFormat | StructuredOutputs):
+                return given.form()
+            return StructuredOutputsParams(**{name.removeprefix("guided_"): given})
+        except InvalidRequestError as error:
+            raise InvalidRequestError(str(error), param=name) from None
 
     def _params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
         """SamplingParams of the fields that were given, over the model's `defaults`; `given` overrides both. Raises InvalidRequestError."""
@@ -123,6 +192,7 @@ class _Sampling(_Strict):
             values["speculative"] = RequestSpeculation(
                 True if enabled is None else enabled, self.speculative.max_tokens, self.speculative.tpot_slo_ms
             )
+        values["structured_outputs"] = self._form()
         return SamplingParams(**{**defaults, **{name: value for name, value in values.items() if value is not None}, **given})
 
 
@@ -130,6 +200,7 @@ _SAMPLING_NAMES = (
     "n", "seed", "stop", "temperature", "top_p", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty",
     "stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
+_FORM_NAMES = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class CompletionRequest(_Sampling):
@@ -179,17 +250,12 @@ class Message(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class ResponseFormat(_Strict):
-    type: Literal["text"]
-
-
 class ChatCompletionRequest(_Sampling):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="null: up to the context limit")
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="the newer name of max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20, description="needs logprobs: true")
-    response_format: ResponseFormat | None = None
     tools: Unsupported = None
     tool_choice: Unsupported = None
     functions: Unsupported = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headway.errors import InvalidRequestError
-from headway.structured_outputs import Matcher, StructuredOutputsParams
+from headway.structured_outputs import KINDS, Matcher, StructuredOutputsParams
 
 CHECK_S = 0.7              # together with the second compilation, in the engine's process, a refusal comes within a second
 START_S = 30.0             # for the checking process to come up on a machine that is busy
@@ -63,7 +63,7 @@ class Compiler:
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         if isinstance(found, str):
-            raise InvalidRequestError(f"structured_outputs: {params.kind} cannot be used: {found}", param="structured_outputs")
+            raise InvalidRequestError(f"{KINDS[params.kind]} cannot be used: {found}", param="structured_outputs")
         return found
 
     def _compile(self, kind: str, text: str, compact: bool) -> Grammar | str:
