@@ -94,8 +94,8 @@ class Matcher(Protocol):
     def num_legal(self, path: SequenceOf[int], tokens: SequenceOf[int]) -> int:
         """How many of these tokens, one after the other, may follow the path."""
 
-    def forced(self, limit: int) -> list[int]:
-        """At most `limit` tokens that spell what the grammar leaves no choice about. Other tokens may spell the same."""
+    def forced(self, path: SequenceOf[int], limit: int) -> list[int]:
+        """At most `limit` tokens that spell what must follow the path. Other tokens may spell the same."""
 
     def advance(self, token: int) -> bool:
         """Commits a token; whether the text is complete and nothing can follow it."""

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from headway import StructuredOutputsParams
 from headway.config import EngineConfig, SpeculativeConfig
+from headway.drafters.drafter import DraftRequest, never_stop
+from headway.drafters.grammar import FORCED, Grammar
 from headway.engine.engine import Engine
-from headway.engine.proposing import _legal
+from headway.engine.proposing import _kept_to
 from headway.errors import InvalidRequestError
 from headway.structured_outputs import MAX_CHARACTERS, Matcher
 from headway.types import Draft, Request, SamplingParams
@@ -235,10 +237,11 @@ class TestMatcher:
         matcher = matcher_of(engine, json=PERSON, disable_any_whitespace=True)
         for token in tokens('{"'):
             matcher.advance(token)
-        forced = matcher.forced(20)
-        assert forced == tokens('name":"')[: len(forced)]
-        assert len(forced) > 3
-        assert matcher.forced(2) == forced[:2]
+        forced = matcher.forced([], 20)
+        assert forced == tokens('name":"')
+        assert matcher.forced(tokens("na"), 20) == tokens('me":"')
+        assert matcher.forced(tokens("x"), 20) == []
+        assert matcher.forced([], 2) == forced[:2]
         assert legal(matcher, []) == "n"
 
     def test_characters_of_several_bytes(self, engine: Engine) -> None:
@@ -278,18 +281,33 @@ class TestMatcher:
 
 
 class TestDrafts:
+    @staticmethod
+    def kept(engine: Engine, regex: str, draft: Draft, k: int = 8) -> Draft:
+        return _kept_to(DraftRequest(0, [5], 1, k, True, matcher=matcher_of(engine, regex=regex)), draft)
+
     def test_a_copied_chain_is_cut_at_the_first_illegal_token(self, engine: Engine) -> None:
-        matcher = matcher_of(engine, regex="abc*")
-        assert _legal(Draft(tokens("abxc"), confidence=[0.9] * 4), matcher) == Draft(tokens("ab"), confidence=[0.9] * 2)
+        kept = self.kept(engine, "abc*", Draft(tokens("abxc"), confidence=[0.5] * 4))
+        assert kept == Draft(tokens("ab"), confidence=[0.5] * 2)
+
+    def test_what_is_forced_follows_a_chain(self, engine: Engine) -> None:
+        kept = self.kept(engine, "a[bc]defg[hi]", Draft(tokens("abx"), confidence=[0.5] * 3))
+        assert kept == Draft(tokens("abdefg"), confidence=[0.5, 0.5, *[FORCED] * 4])
+        assert self.kept(engine, "a[bc]defg[hi]", Draft(tokens("ab"), confidence=[0.5] * 2), k=4).tokens == tokens("abde")
+        assert self.kept(engine, "abc", Draft([])) == Draft(tokens("abc"), confidence=[FORCED] * 3)
+        assert self.kept(engine, "ab[cd]", Draft(tokens("a"))) == Draft(tokens("ab"))
 
     def test_a_tree_loses_illegal_nodes_and_what_follows_them(self, engine: Engine) -> None:
-        matcher = matcher_of(engine, regex="a(b|c)d")
         draft = Draft(tokens("axbzdcd"), None, [0.7, 0.1, 0.6, 0.1, 0.5, 0.4, 0.3], parents=(-1, -1, 0, 1, 2, 0, 5))
-        assert _legal(draft, matcher) == Draft(tokens("abdcd"), None, [0.7, 0.6, 0.5, 0.4, 0.3], parents=(-1, 0, 1, 0, 3))
+        assert self.kept(engine, "a(b|c)d", draft) == Draft(tokens("abdcd"), None, [0.7, 0.6, 0.5, 0.4, 0.3], parents=(-1, 0, 1, 0, 3))
 
     def test_what_was_drawn_stays(self, engine: Engine) -> None:
         draft = Draft(tokens("xy"), probs=np.ones((2, 320)) / 320)
-        assert _legal(draft, matcher_of(engine, regex="ab")) is draft
+        assert self.kept(engine, "ab", draft) is draft
+
+    def test_without_a_grammar_nothing_changes(self, engine: Engine) -> None:
+        draft = Draft(tokens("xy"))
+        assert _kept_to(DraftRequest(0, [5], 1, 8, True), draft) is draft
+        assert Grammar().propose([DraftRequest(0, [5], 1, 8, True)], never_stop) == [Draft([], confidence=[])]
 
 
 class TestTexts:

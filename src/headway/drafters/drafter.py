@@ -165,6 +165,7 @@ class Drafter(ABC):
     deterministic: bool = True                      # drafts are a function of the prefix (Draft.probs is None)
     tree_size: int = 0                              # drafts trees of at most so many nodes (Draft.parents); 0: chains
     stepwise: bool = False                          # asks before it predicts a further token, so stopping early saves time
+    needs_grammar: ClassVar[bool] = False           # drafts for requests only whose text must have a certain form
     reads_commits: ClassVar[bool] = False           # `commit` is to be called; a drafter that declares `hidden_layers` is told anyway
 
     def bind(self, context: DrafterContext) -> DrafterMemory:

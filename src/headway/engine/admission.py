@@ -6,7 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from headway.engine.parts import EngineParts
-from headway.engine.structured.grammar import Grammar
+from headway.engine.structured.grammar import CompiledGrammar
 from headway.errors import InvalidRequestError
 from headway.types import Request, Sequence
 
@@ -21,7 +21,7 @@ class Prepared:
 
     request: Request
     bad_words_token_ids: tuple[tuple[int, ...], ...]
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
 
 
 def prepare(requests: SequenceOf[Request], engine: EngineParts) -> list[Prepared]:
@@ -30,7 +30,7 @@ def prepare(requests: SequenceOf[Request], engine: EngineParts) -> list[Prepared
     Raises InvalidRequestError when the engine could not serve all of them to their end.
     """
     bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
-    grammars: dict[int, Grammar] = {}
+    grammars: dict[int, CompiledGrammar] = {}
     for request in requests:
         _validate(request, engine)
     for params in {id(request.params): request.params for request in requests}.values():

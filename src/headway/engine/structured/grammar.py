@@ -22,8 +22,8 @@ MAX_COMPILED = 64          # grammars kept; an application sends the same few ag
 MAX_MESSAGE = 400          # characters of a reason: a compiler's may quote the whole grammar
 
 
-class Grammar(Protocol):
-    """Compiled. `matcher` is cheap and may be called on the engine's thread."""
+class CompiledGrammar(Protocol):
+    """`matcher` is cheap and may be called on the engine's thread."""
 
     def matcher(self, eos_token_ids: frozenset[int]) -> Matcher:
         """At the beginning of a text that one of these tokens may end."""
@@ -35,7 +35,7 @@ class Backend(Protocol):
     limits: dict[str, int]
     """What the checking process is told, too."""
 
-    def compile(self, grammar: str) -> Grammar:
+    def compile(self, grammar: str) -> CompiledGrammar:
         """Of what the checking process answered. Raises ValueError with the reason."""
 
 
@@ -47,10 +47,10 @@ class Compiler:
         self._make_backend = make_backend
         self._backend: Backend | None = None
         self._checker: Checker | None = None
-        self._compiled: OrderedDict[tuple[str, str, bool], Grammar | str] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str, bool], CompiledGrammar | str] = OrderedDict()
         self._lock, self._starting = threading.Lock(), threading.Lock()
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """Raises InvalidRequestError with the reason for what is no grammar, asks for what is not supported, or takes too long."""
         key = (params.kind, params.text, params.disable_any_whitespace)
         with self._lock:
@@ -66,7 +66,7 @@ class Compiler:
             raise InvalidRequestError(f"{KINDS[params.kind]} cannot be used: {found}", param="structured_outputs")
         return found
 
-    def _compile(self, kind: str, text: str, compact: bool) -> Grammar | str:
+    def _compile(self, kind: str, text: str, compact: bool) -> CompiledGrammar | str:
         """Or the reason why not."""
         with self._starting:
             backend = self._backend = self._backend or self._make_backend()
@@ -99,6 +99,7 @@ class Checker:
                 _kill(self._process)
                 raise ValueError(f"it takes longer than {CHECK_S:g} s to compile") from None
         if not line:
+            _kill(self._process)   # it is on its way out
             raise ValueError("it is nested too deeply or too complex to compile")
         answer = json.loads(line)
         if "error" in answer:

@@ -20,7 +20,6 @@ class GuidanceBackend:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         """`eos_token_ids`: the model's. Where it has none a text ends when its grammar leaves nothing else."""
-        self._eos = eos_token_ids
         vocabulary: Any = _Vocabulary(tokenizer, vocab_size, min(eos_token_ids, default=0))
         self._tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or [0])
 
@@ -35,15 +34,15 @@ class GuidanceBackend:
         first.try_consume_tokens(legal[:1])
         if first.is_error():
             raise ValueError(_reason(first))
-        return GuidanceGrammar(root, self._eos or frozenset((0,)))
+        return GuidanceGrammar(root, self._tokenizer)
 
 
 class GuidanceGrammar:
-    def __init__(self, root: LLMatcher, eos_bits: frozenset[int]) -> None:
-        self._root, self._eos_bits = root, eos_bits
+    def __init__(self, root: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._root, self._tokenizer = root, tokenizer
 
     def matcher(self, eos_token_ids: frozenset[int]) -> GuidanceMatcher:
-        return GuidanceMatcher(self._root.deep_copy(), self._eos_bits, eos_token_ids)
+        return GuidanceMatcher(self._root.deep_copy(), self._tokenizer, eos_token_ids)
 
 
 class GuidanceMatcher:
@@ -52,16 +51,13 @@ class GuidanceMatcher:
     It is never given a token that ends the text: what it makes of one it does not take back.
     """
 
-    def __init__(self, matcher: LLMatcher, eos_bits: frozenset[int], eos_token_ids: frozenset[int]) -> None:
-        """
-        eos_bits       tokens that the library allows where the text may end
-        eos_token_ids  those of them that do end this sequence
-        """
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos_token_ids: frozenset[int]) -> None:
+        """`eos_token_ids`: of the tokens that the library allows where the text may end, those that do end this sequence."""
         self.error: str | None = None
-        self._matcher = matcher
+        self._matcher, self._tokenizer = matcher, tokenizer
         self._path: list[int] = []
         self._masks: dict[tuple[int, ...], bytes | None] = {}
-        self._eos_bits, self._eos = eos_bits, eos_token_ids
+        self._eos_bits, self._eos = frozenset(tokenizer.eos_tokens), eos_token_ids
         self._ended = False
 
     def mask(self, path: SequenceOf[int]) -> bytes | None:
@@ -78,10 +74,14 @@ class GuidanceMatcher:
         ends = count < len(tokens) and tokens[count] in self._eos and self._matcher.is_accepting()
         return count + ends
 
-    def forced(self, limit: int) -> list[int]:
-        if not self._move(()):
-            return []
-        return self._matcher.compute_ff_tokens()[:limit]
+    def forced(self, path: SequenceOf[int], limit: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < limit and self._move([*path, *found]):
+            more = self._matcher.compute_ff_tokens() or self._tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes())
+            if not more:
+                break
+            found += more
+        return found[: max(0, min(limit, self.num_legal(path, found)))]
 
     def advance(self, token: int) -> bool:
         self._masks.clear()
