@@ -217,7 +217,7 @@ class TestEveryDrafterUnderEveryPolicy:
         self.assert_same(engine, run(engine, make_requests(sampled, constrained)), model_dir, sampled, constrained)
 
     def test_preempted(self, engine: Engine, model_dir: Path, sampled: bool, constrained: bool) -> None:
-        hogs = self.take_blocks(engine, leave=11)
+        hogs = self.take_blocks(engine, leave=7 if constrained else 11)
         before = engine.scheduler.num_preemptions
         for request in make_requests(sampled, constrained):
             engine.add(request)

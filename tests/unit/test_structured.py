@@ -20,9 +20,11 @@ from headway.drafters.drafter import DraftRequest, never_stop
 from headway.drafters.grammar import FORCED, Grammar
 from headway.engine.engine import Engine
 from headway.engine.proposing import _kept_to
+from headway.engine.structured.ahead import paths
+from headway.engine.structured.guidance import GuidanceMatcher
 from headway.errors import InvalidRequestError
 from headway.structured_outputs import MAX_CHARACTERS, Matcher
-from headway.types import Draft, Request, SamplingParams
+from headway.types import Draft, Request, Row, SamplingParams
 from tests.tiny import tiny_model_dir
 
 EOS = 2
@@ -437,3 +439,20 @@ def test_what_is_finished_is_valid(engine: Engine, drafting: Engine, schema: dic
         assert reason in ("stop", "length")
         assert reason == "length" or jsonschema_rs.is_valid(schema, json.loads(text)), text
     assert write(drafting, params) == written
+
+
+def test_paths_of_a_draft() -> None:
+    assert paths(None) == [[]]
+    assert paths(Draft([1, 2])) == [[], [1], [1, 2]]
+    assert paths(Draft([1, 2, 3, 4], parents=(-1, -1, 0, 2))) == [[], [1], [2], [1, 3], [1, 3, 4]]
+
+
+def test_masks_are_there_when_the_target_has_run(engine: Engine) -> None:
+    """What `verify` asks for was computed before it asks."""
+    engine.add(Request("r", tokens("a"), SamplingParams(max_tokens=3, structured_outputs=form(regex="[ab]+"))))
+    matcher = engine.requests["r"][0].matcher
+    assert isinstance(matcher, GuidanceMatcher)
+    engine.masks.begin([Row(engine.requests["r"][0], 0, 1)], [Draft(tokens("ab"))])
+    engine.masks.wait()
+    assert list(matcher._masks) == [(), tuple(tokens("a")), tuple(tokens("ab"))]
+    engine.abort("r")

@@ -61,6 +61,7 @@ def build(
         drafters=tuple(drafters),
         max_k=speculative.num_speculative_tokens if speculative else 0,
         tree_sizes={name: drafter.tree_size for name, drafter in drafters.items() if drafter.tree_size},
+        drafts_need_grammar=bool(drafters) and all(drafter.needs_grammar for drafter in drafters.values()),
     )
     verifier = Verifier(speculative, model.config.vocab_size, model.device)
     sampler = SequenceSampler(verifier.sampler, sequences)

@@ -29,6 +29,7 @@ from headway.engine.admission import Prepared
 from headway.engine.metrics import EngineMetrics
 from headway.engine.outputs import TextOutput
 from headway.engine.runner import ForwardOutput
+from headway.engine.structured.ahead import MasksAhead
 from headway.engine.tokenizer import Tokenizer
 from headway.errors import InvalidRequestError
 from headway.models.decoder import Decoder
@@ -79,6 +80,7 @@ class Engine:
         self.tokenizer = Tokenizer(self.model.directory)
         self.sampling_defaults = sampling_defaults(config.model, self.model.config.generation)   # for who asks for none
         self.grammars = build.grammar_compiler(self.tokenizer, self.model.config)
+        self.masks = MasksAhead()
         self.requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}   # live, by seq_id
         self._learned: LearnedState | None = None   # opened for the first policy that needs costs
@@ -172,7 +174,9 @@ class Engine:
         self.scheduler.reserve(plan.rows)
         drafts = self._draft(step, plan.rows)
         clock.drafted = time.perf_counter()
+        self.masks.begin(plan.rows, drafts)
         out = self.runner.forward(plan.rows, drafts)
+        self.masks.wait()
         verdicts = self._verify(out, plan.rows, drafts)
         clock.verified = time.perf_counter()
         num_prefill_tokens = sum(row.length for row in plan.rows if not row.seq.is_decoding)

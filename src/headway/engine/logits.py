@@ -108,18 +108,22 @@ def edit_logits(logits: Tensor, edited: SequenceOf[tuple[int, Position]], vocab_
 
 
 def mask_logits(logits: Tensor, positions: SequenceOf[tuple[int, Position]], vocab_size: int) -> None:
-    """Sets what the grammars of these (row, position) pairs forbid to -inf, in place. logits [n, >= vocab_size], any float dtype."""
-    masked = [(row, mask) for row, position in positions if (mask := position.mask()) is not None]
-    if not masked:
-        return
-    bits = np.frombuffer(b"".join([mask for _, mask in masked]), dtype=np.uint8).reshape(len(masked), -1)
-    forbidden = torch.from_numpy(np.unpackbits(~bits, axis=-1, count=vocab_size, bitorder="little").view(np.bool_)).to(logits.device)
-    rows = [row for row, _ in masked]
-    if rows == list(range(len(logits))):
-        logits[:, :vocab_size].masked_fill_(forbidden, -torch.inf)
-    else:
-        for row, mine in zip(rows, forbidden, strict=True):
-            logits[row, :vocab_size].masked_fill_(mine, -torch.inf)
+    """Sets what the grammars of these (row, position) pairs forbid to -inf, in place. logits f32 [n, >= vocab_size].
+
+    On CPU numpy does it: torch would wake its threads for so little.
+    """
+    for row, position in positions:
+        mask = position.mask()
+        if mask is None:
+            continue
+        bits = np.frombuffer(mask, dtype=np.uint8)
+        if logits.device.type == "cpu":
+            forbidden = np.unpackbits(~bits, count=vocab_size, bitorder="little").view(np.bool_)
+            np.copyto(logits[row, :vocab_size].numpy(), -np.inf, where=forbidden)
+        else:
+            each_bit = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
+            allowed = torch.tensor(bits, device=logits.device).unsqueeze(-1).bitwise_and(each_bit).view(-1)[:vocab_size]
+            logits[row, :vocab_size].masked_fill_(allowed == 0, -torch.inf)
 
 
 def banned_tokens(position: Position, vocab_size: int) -> set[int]:

@@ -33,7 +33,9 @@ class Scheduler:
         drafters: tuple[str, ...] = (),
         max_k: int = 0,
         tree_sizes: Mapping[str, int] | None = None,
+        drafts_need_grammar: bool = False,
     ) -> None:
+        """drafts_need_grammar: nobody drafts for requests whose text may have any form."""
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.token_budget = max_num_batched_tokens
@@ -44,6 +46,7 @@ class Scheduler:
         self.drafters = drafters
         self.max_k = max_k
         self.tree_sizes = tree_sizes or {}   # nodes at most, of the drafters that draft trees
+        self.drafts_need_grammar = drafts_need_grammar
         self.waiting: list[Sequence] = []   # by urgency
         self.running: list[Sequence] = []   # by urgency
         self.num_steps = 0
@@ -171,7 +174,7 @@ class Scheduler:
     def _k_allowed(self, seq: Sequence) -> int:
         """Drafts that could still become output: the token that verification adds needs room, too."""
         speculation = seq.params.speculative
-        if not speculation.enabled:
+        if not speculation.enabled or (self.drafts_need_grammar and seq.matcher is None):
             return 0
         cap = self.max_k if speculation.max_tokens is None else min(self.max_k, speculation.max_tokens)
         tokens_left = min(seq.max_tokens - seq.num_output_tokens, self.max_model_len - seq.num_tokens)

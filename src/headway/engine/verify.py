@@ -228,7 +228,7 @@ class Verifier:
                 by_count.setdefault(c.seq.params.logprobs, []).append(i)
         for num_top, wanted in by_count.items():
             rows = [verify_rows[i].offset + j for i in wanted for j in _judging_rows(verdicts[i])]
-            chosen = logits[rows]
+            chosen = logits[rows].float()
             positions = [Position(verify_rows[i].seq, verdicts[i].tokens, j) for i in wanted for j in range(len(verdicts[i].tokens))]
             mask_logits(chosen, list(enumerate(positions)), self.vocab_size)
             found = iter(token_logprobs(chosen, [token for i in wanted for token in verdicts[i].tokens], num_top))
