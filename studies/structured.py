@@ -1,11 +1,11 @@
 """Structured output: are finished answers valid, what do masks take, and what do drafts bring where text has a form?
 
-    python studies/structured.py [--concurrency 1 8 32] [--prompts 24 48 64] [--only off default] [--output FILE.json]
+    python studies/structured.py [--concurrency 1 8 32] [--prompts 16 48 64] [--only off default] [--output FILE.json]
 
-200 schemas, 20 shapes of 10 forms to be filled in from a text that says what goes in: the kinds of JSONSchemaBench, whose own schemas are in
-no package. One engine for each configuration around one loaded model; they answer the same prompts, greedily, in turns of a batch. A prompt is
-answered once by each, after two warm-up batches of other prompts. Ratios are of total tokens per second against `off`, which keeps to the
-schemas without drafts.
+200 schemas, 20 shapes of 10 forms to be filled in from a text that says what goes in: the kinds of JSONSchemaBench, whose own schemas are
+in no package. One engine for each configuration around one loaded model; they answer the same prompts, greedily, in turns of a batch. A
+prompt is answered once by each, after two warm-up batches of other prompts. Ratios are of total tokens per second against `off`, which keeps
+to the schemas without drafts.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Tally:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompts", type=int, nargs="+", default=[24, 48, 64], help="for each concurrency; at most 200")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[16, 48, 64], help="for each concurrency; at most 200")
     parser.add_argument("--only", nargs="+", default=None, help="configurations beside off")
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
