@@ -25,7 +25,7 @@ from headway.engine.structured.guidance import GuidanceMatcher
 from headway.errors import InvalidRequestError
 from headway.structured_outputs import MAX_CHARACTERS, Matcher
 from headway.types import Draft, Request, Row, SamplingParams
-from tests.tiny import tiny_model_dir
+from tests.tiny import MIN_VOCAB, PIECES, tiny_model_dir
 
 EOS = 2
 PERSON = {
@@ -47,6 +47,11 @@ def engine(model_dir: Path) -> Engine:
 @pytest.fixture(scope="module")
 def drafting(model_dir: Path) -> Engine:
     return build(model_dir, {"method": "suffix", "policy": "static", "num_speculative_tokens": 4})
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return build(tiny_model_dir(tmp_path_factory.mktemp("pieces"), "llama", byte_fallback=True), None)
 
 
 def build(model_dir: Path, speculative: Any) -> Engine:
@@ -245,6 +250,25 @@ class TestMatcher:
         assert matcher.forced(tokens("x"), 20) == []
         assert matcher.forced([], 2) == forced[:2]
         assert legal(matcher, []) == "n"
+
+    def test_with_a_vocabulary_of_sentencepiece(self, sentencepiece: Engine) -> None:
+        """Its encoder begins a text with a space that nobody asked for."""
+        for regex in ("ab", "the? xh", "(the? x)+z", " the", "é漢x"):
+            text, reason, _ = write(sentencepiece, SamplingParams(max_tokens=200, seed=1, structured_outputs=form(regex=regex)), "x")[0]
+            assert (re.fullmatch(regex, text) and reason == "stop") or (reason == "length" and "+" in regex), (regex, text)
+
+    def test_bytes_that_are_forced_are_spelled_as_they_were_before(self, sentencepiece: Engine) -> None:
+        """`th` must come, and `the` is one token: nothing forces its end."""
+        matcher = matcher_of(sentencepiece, regex="(the? x)+z?")
+        th, the = (MIN_VOCAB + PIECES.index(piece) for piece in ("th", "the"))
+        assert matcher.forced([], 1) == [th]
+        for token in (the, *tokens(" x")):
+            assert not matcher.advance(token)
+        matcher.forced([], 1)
+        for token in (the, *tokens(" x")):
+            assert not matcher.advance(token)
+        assert matcher.num_legal([], [the]) == 1
+        assert matcher.error is None
 
     def test_characters_of_several_bytes(self, engine: Engine) -> None:
         matcher = matcher_of(engine, choice=["é", "ê", "漢"])

@@ -14,6 +14,8 @@ from headway.engine.tokenizer import Tokenizer
 # The states of a lexer take one or two KB each.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "step_max_items": 20_000, "max_lexer_states": 20_000}
 
+MARK = "\x02"   # merges with nothing
+
 
 class GuidanceBackend:
     limits = LIMITS
@@ -59,6 +61,9 @@ class GuidanceMatcher:
         self._masks: dict[tuple[int, ...], bytes | None] = {}
         self._eos_bits, self._eos = frozenset(tokenizer.eos_tokens), eos_token_ids
         self._ended = False
+        self._num_committed = 0
+        self._spelled: dict[int, bytes] = {}      # places ahead -> bytes that must come there
+        self._habits: dict[bytes, list[int]] = {}  # such bytes -> the token that wrote them last
 
     def mask(self, path: SequenceOf[int]) -> bytes | None:
         key = tuple(path)
@@ -77,7 +82,11 @@ class GuidanceMatcher:
     def forced(self, path: SequenceOf[int], limit: int) -> list[int]:
         found: list[int] = []
         while len(found) < limit and self._move([*path, *found]):
-            more = self._matcher.compute_ff_tokens() or self._tokenizer.tokenize_bytes(self._matcher.compute_ff_bytes())
+            more = self._matcher.compute_ff_tokens()
+            if not more and (spelled := self._matcher.compute_ff_bytes()):
+                # A token that goes on behind these bytes may come as well: as it did before in this text.
+                more = self._habits.get(spelled) or self._tokenizer.tokenize_bytes(spelled)
+                self._spelled[self._num_committed + len(path) + len(found)] = spelled
             if not more:
                 break
             found += more
@@ -85,6 +94,9 @@ class GuidanceMatcher:
 
     def advance(self, token: int) -> bool:
         self._masks.clear()
+        if (spelled := self._spelled.pop(self._num_committed, None)) is not None:
+            self._habits[spelled] = [token]
+        self._num_committed += 1
         if token in self._eos_bits:
             self._ended = self._move(()) and self._matcher.is_accepting()
         elif self._path and self._path[0] == token:
@@ -142,9 +154,30 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_token_ids)
         self._tokenizer = tokenizer
+        self._by_bytes = {data: token for token, data in enumerate(self.tokens) if token not in tokenizer.special_token_ids}
+        self._longest = max(map(len, self._by_bytes))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, add_special_tokens=False)
+        """As the tokenizer writes it in the middle of a text: SentencePiece's would begin it with a space, so a mark stands before it."""
+        given = text.decode() if isinstance(text, bytes) else text
+        for before in ("", MARK):
+            ids, size = self._tokenizer.encode(before + given, add_special_tokens=False), len(given.encode())
+            while ids and sum(len(self.tokens[token]) for token in ids) > size:
+                ids = ids[1:]
+            if b"".join(self.tokens[token] for token in ids) == given.encode():
+                return ids
+        return self._longest_first(given.encode())
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        """Where the tokenizer does not give back what it was given."""
+        ids: list[int] = []
+        while data:
+            length = next((n for n in range(min(len(data), self._longest), 0, -1) if data[:n] in self._by_bytes), 0)
+            if not length:
+                break
+            ids.append(self._by_bytes[data[:length]])
+            data = data[length:]
+        return ids
 
 
 def _tokens(mask: bytes) -> list[int]:
