@@ -26,6 +26,7 @@ from headway.server.prometheus import EngineCollector, build_registry
 from headway.server.replies import ChatReply, CompletionReply, Reply, TokenNames
 from headway.server.stream import Stream
 from headway.server.streaming import EventStream, JsonInPieces, closing, collect, unless_gone
+from headway.server.text_form import Strict
 from headway.server.writing import Mapped
 from headway.types import Request, SamplingParams
 from headway.version import __version__
@@ -33,7 +34,7 @@ from headway.version import __version__
 if TYPE_CHECKING:
     from headway.engine.engine import Engine
 
-Body = TypeVar("Body", bound=protocol._Strict)
+Body = TypeVar("Body", bound=Strict)
 GenerationBody: TypeAlias = "protocol.CompletionRequest | protocol.ChatCompletionRequest"
 
 LONG_TEXT = 4096           # characters from which on tokenizing leaves the loop's thread

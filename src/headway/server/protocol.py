@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from headway.errors import InvalidRequestError
-from headway.structured_outputs import StructuredOutputsParams
+from headway.server.text_form import Strict, Strings, Text, Unsupported, WithForm, accepts
 from headway.types import MAX_LIST, MAX_STOP_STRINGS, MAX_STRING_LENGTH, RequestSpeculation, SamplingParams
 
 INT32_MAX = 2**31 - 1
@@ -22,14 +22,12 @@ MAX_MESSAGES = 2048     # OpenAI's bound; of the text parts of a message, too
 MAX_SALT_LENGTH = 256   # characters; it is hashed for each sequence
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Text = Annotated[str, Field(min_length=1)]
 # One wrong element is enough: a megabyte of them must not become a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 ListedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LIST)]
 ShortText = Annotated[str, Field(min_length=1, max_length=MAX_STRING_LENGTH)]
 StopStrings = Annotated[list[ShortText], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
 BadWords = Annotated[list[ShortText], Field(fail_fast=True, max_length=MAX_LIST)]
-Strings = Annotated[list[str], Field(fail_fast=True)]
 ListOfTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 TOKEN_ID_PATTERN = "^[0-9]{1,10}$"
 LogitBias = Annotated[
@@ -44,28 +42,14 @@ LogitBias = Annotated[
         }
     ),
 ]
-Unsupported = Annotated[None, Field(description="not supported; null or left out")]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @classmethod
-    def accepted(cls) -> dict[str, str]:
-        """Field -> what it takes, in words ("" where pydantic's own message is enough)."""
-        return {name: (spec.json_schema_extra or {}).get("x-accepts", "") for name, spec in cls.model_fields.items()}  # type: ignore[union-attr, misc]
-
-
-def _accepts(words: str) -> dict[str, Any]:
-    return {"x-accepts": words}
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
     continuous_usage_stats: bool | None = Field(None, description="usage so far in every chunk")
 
 
-class Speculation(_Strict):
+class Speculation(Strict):
     """How this request is speculated on; the server's own settings are the upper bound."""
 
     enabled: bool | None = Field(None, description="false: plain decoding for this request")
@@ -75,45 +59,7 @@ class Speculation(_Strict):
     )
 
 
-class JsonSchemaFormat(_Strict):
-    name: Text
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description="true or false: every answer keeps to the schema")
-
-
-class ResponseFormat(_Strict):
-    """OpenAI's way to ask for a form of the text."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-    def form(self) -> StructuredOutputsParams | None:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise InvalidRequestError('response_format: json_schema goes with type "json_schema"', param="response_format")
-        if self.json_schema is not None:
-            return StructuredOutputsParams(json=self.json_schema.schema_)
-        return StructuredOutputsParams(json_object=True) if self.type == "json_object" else None
-
-
-class StructuredOutputs(_Strict):
-    """vLLM's way; exactly one of the first five."""
-
-    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema, as an object or as text")
-    regex: str | None = None
-    choice: Strings | None = None
-    grammar: str | None = Field(None, description="Lark, or GBNF")
-    json_object: bool | None = None
-    disable_any_whitespace: bool | None = None
-    structural_tag: Unsupported = None
-
-    def form(self) -> StructuredOutputsParams:
-        return StructuredOutputsParams(
-            self.json_, self.regex, self.choice, self.grammar, self.json_object, bool(self.disable_any_whitespace)
-        )   # fmt: skip
-
-
-class _Sampling(_Strict):
+class _Sampling(WithForm):
     """Fields that both completions endpoints share. Defaults are vLLM's: the model's own for sampling, where its makers recommend any."""
 
     model: str | None = Field(None, description="the served model's name")
@@ -122,7 +68,7 @@ class _Sampling(_Strict):
     n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
-    stop: ShortText | StopStrings | None = Field(None, json_schema_extra=_accepts(
+    stop: ShortText | StopStrings | None = Field(None, json_schema_extra=accepts(
         f"a string of 1 to {MAX_STRING_LENGTH} characters, an array of at most {MAX_STOP_STRINGS} of them, or null"
     ))  # fmt: skip
     temperature: float | None = Field(None, ge=0, le=1000)
@@ -146,38 +92,8 @@ class _Sampling(_Strict):
     cache_salt: Text | None = Field(
         None, max_length=MAX_SALT_LENGTH, description="K/V prefixes and remembered responses are shared with the same salt only"
     )
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = Field(
-        None, description="older name of structured_outputs.json",
-        json_schema_extra=_accepts("a JSON schema, as an object or as text, or null"),
-    )   # fmt: skip
-    guided_regex: str | None = Field(None, description="older name of structured_outputs.regex")
-    guided_choice: Strings | None = Field(None, description="older name of structured_outputs.choice")
-    guided_grammar: str | None = Field(None, description="older name of structured_outputs.grammar")
     # Headway's
     speculative: Speculation | None = None
-
-    def form_field(self) -> str | None:
-        """The one field that asks for a form of the text. Raises InvalidRequestError where several do."""
-        given = [name for name in _FORM_NAMES if getattr(self, name) is not None]
-        if self.response_format is not None and self.response_format.type == "text":
-            given.remove("response_format")
-        if len(given) > 1:
-            raise InvalidRequestError(f"a text has one form: give one of {' and '.join(given)}", param=given[-1])
-        return given[0] if given else None
-
-    def _form(self) -> StructuredOutputsParams | None:
-        name = self.form_field()
-        if name is None:
-            return self.response_format.form() if self.response_format is not None else None
-        given = getattr(self, name)
-        try:
-            if isinstance(given, ResponseFormat | StructuredOutputs):
-                return given.form()
-            return StructuredOutputsParams(**{name.removeprefix("guided_"): given})
-        except InvalidRequestError as error:
-            raise InvalidRequestError(str(error), param=name) from None
 
     def _params(self, defaults: Mapping[str, Any], **given: Any) -> SamplingParams:
         """SamplingParams of the fields that were given, over the model's `defaults`; `given` overrides both. Raises InvalidRequestError."""
@@ -192,7 +108,7 @@ class _Sampling(_Strict):
             values["speculative"] = RequestSpeculation(
                 True if enabled is None else enabled, self.speculative.max_tokens, self.speculative.tpot_slo_ms
             )
-        values["structured_outputs"] = self._form()
+        values["structured_outputs"] = self.form()
         return SamplingParams(**{**defaults, **{name: value for name, value in values.items() if value is not None}, **given})
 
 
@@ -200,12 +116,11 @@ _SAMPLING_NAMES = (
     "n", "seed", "stop", "temperature", "top_p", "frequency_penalty", "presence_penalty", "top_k", "min_p", "repetition_penalty",
     "stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
 )  # fmt: skip
-_FORM_NAMES = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 class CompletionRequest(_Sampling):
     prompt: str | Strings | TokenIds | ListOfTokenIds = Field(
-        json_schema_extra=_accepts("a string, an array of strings, an array of token ids, or an array of arrays of token ids")
+        json_schema_extra=accepts("a string, an array of strings, an array of token ids, or an array of arrays of token ids")
     )
     max_tokens: int | None = Field(16, ge=1, le=INT32_MAX, description="null: up to the context limit")
     logprobs: int | None = Field(None, ge=0, le=20, description="log probabilities of so many most likely tokens")
@@ -227,12 +142,12 @@ class CompletionRequest(_Sampling):
         return self._params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message; the null-only fields are those that OpenAI's own answers carry."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -271,7 +186,7 @@ class ChatCompletionRequest(_Sampling):
         return self._params(defaults, max_tokens=limits.pop() if limits else None, logprobs=logprobs)
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """Either a text (`prompt`) or a conversation (`messages`)."""
 
     model: str | None = None
@@ -282,7 +197,7 @@ class TokenizeRequest(_Strict):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: TokenIds
 
