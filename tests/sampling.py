@@ -20,6 +20,34 @@ from headway.types import Draft, Request, Row, SamplingParams, Sequence, Verdict
 FloatArray = NDArray[np.float64]
 
 
+class BigramMatcher:
+    """A grammar that says which token may follow which: `allowed` [vocab, vocab]. Where it stands is read from the sequence."""
+
+    error = None
+
+    def __init__(self, allowed: NDArray[np.bool_], seq: Sequence) -> None:
+        self.allowed, self._seq = allowed, seq
+
+    def mask(self, path: SequenceOf[int]) -> bytes | None:
+        if self.num_legal((), path) < len(path):
+            return None
+        return np.packbits(self.allowed[[*self._seq.token_ids, *path][-1]], bitorder="little").tobytes()
+
+    def num_legal(self, path: SequenceOf[int], tokens: SequenceOf[int]) -> int:
+        last, count = [*self._seq.token_ids, *path][-1], 0
+        for token in tokens:
+            if not self.allowed[last, token]:
+                break
+            last, count = token, count + 1
+        return count
+
+    def forced(self, path: SequenceOf[int], limit: int) -> list[int]:
+        return []
+
+    def advance(self, token: int) -> bool:
+        return False
+
+
 def make_sequence(
     token_ids: SequenceOf[int],
     params: SamplingParams,
@@ -47,6 +75,8 @@ def reference_logits(logits: Any, seq: Sequence, output: SequenceOf[int]) -> Flo
     params = seq.params
     x = np.array(logits, dtype=np.float64)
     prompt, output = seq.token_ids[: seq.num_prompt_tokens], list(output)
+    if isinstance(seq.matcher, BigramMatcher):
+        x[~seq.matcher.allowed[(*seq.token_ids[: seq.num_prompt_tokens], *output)[-1]]] = -np.inf
     for *prefix, last in seq.bad_words_token_ids:
         if len(prefix) <= len(output) and output[len(output) - len(prefix) :] == prefix:
             x[last] = -np.inf
@@ -85,6 +115,7 @@ class Markov:
     start: tuple[int, ...] = (0, 1)
     eos: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed: NDArray[np.bool_] | None = None   # constrained: which token may follow which
     vocab: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +126,9 @@ class Markov:
         return cls(np.random.default_rng(seed).normal(size=(vocab, vocab)) * scale, **extra)
 
     def sequence(self, params: SamplingParams, seed: int = 0) -> Sequence:
-        return make_sequence(self.start, params, seed=seed, seq_id=seed, eos=self.eos, bad_words=self.bad_words)
+        seq = make_sequence(self.start, params, seed=seed, seq_id=seed, eos=self.eos, bad_words=self.bad_words)
+        seq.matcher = None if self.allowed is None else BigramMatcher(self.allowed, seq)
+        return seq
 
     def joint(self, params: SamplingParams, length: int) -> FloatArray:
         """Exact P(first `length` output tokens): [vocab] * length."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.errors import ConfigError, HeadwayError, InvalidRequestError, ModelError, QueueFullError
+from headway.structured_outputs import StructuredOutputsParams
 from headway.types import Request, RequestSpeculation, SamplingParams
 from headway.version import __version__
 
@@ -28,6 +29,7 @@ __all__ = [
     "RequestSpeculation",
     "SamplingParams",
     "SpeculativeConfig",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from headway.errors import InvalidRequestError
 from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.structured_outputs import Matcher, StructuredOutputsParams
 
 NO_DRAFT = "none"
 
@@ -71,6 +72,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
     bad_words: tuple[str, ...] | list[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     speculative: RequestSpeculation = RequestSpeculation()
 
     def __post_init__(self) -> None:
@@ -195,6 +197,7 @@ class Sequence:
     stop_reason: int | str | None = None
     stats: SpecDecodeMetrics = field(default_factory=SpecDecodeMetrics)
     num_preemptions: int = 0
+    matcher: Matcher | None = None   # keeps the text to the form that the request asks for
     salt: bytes = field(init=False)  # of the request: kept, since every step asks for it
 
     def __post_init__(self) -> None:
@@ -315,6 +318,14 @@ class Draft:
             None if self.probs is None else self.probs[nodes],
             None if self.confidence is None else [self.confidence[node] for node in nodes],
         )
+
+    def pruned(self, nodes: SequenceOf[int]) -> Draft:
+        """Of a tree that is a function of the prefix: these nodes, in ascending order, each with its parent."""
+        assert self.parents is not None
+        assert self.probs is None
+        place = {-1: -1} | {node: j for j, node in enumerate(nodes)}
+        confidence = None if self.confidence is None else [self.confidence[node] for node in nodes]
+        return Draft([self.tokens[node] for node in nodes], None, confidence, tuple(place[self.parents[node]] for node in nodes))
 
     def truncated(self, length: int) -> Draft:
         if length >= len(self.tokens):

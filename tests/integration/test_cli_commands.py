@@ -116,6 +116,16 @@ def test_generate_says_when_it_cannot_go_on(headway: Headway, tiny_dir: Path, mo
         headway("generate", str(tiny_dir), *FAST, "-p", "x", "--max-tokens", "5", "--ignore-eos")
 
 
+def test_generate_keeps_to_a_schema(headway: Headway, tiny_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": ["red", "blue"]}', encoding="utf-8")
+    words = ("generate", str(tiny_dir), *FAST, "--chat", "-p", "colour?", "--json-schema")
+    assert headway(*words, str(file))[0] in ('"red"\n', '"blue"\n')
+    file.write_text('{"uniqueItems": true}', encoding="utf-8")
+    assert "uniqueItems" in headway(*words, str(file), code=2)[1]
+    assert "No such file" in headway(*words, str(tmp_path / "none"), code=2)[1]
+
+
 def test_generate_reads_standard_input_and_chats(headway: Headway, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
     out, _ = headway("generate", str(tiny_dir), *FAST, "--chat", "--max-tokens", "5")

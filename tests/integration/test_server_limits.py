@@ -112,7 +112,7 @@ def test_messages_are_bounded(server: LiveServer):
         {"messages": [{"role": "user", "content": None}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "xml"}},
         {"tools": []},
         {"tool_choice": "auto"},
         {"top_logprobs": 2},

@@ -222,7 +222,7 @@ def test_tokenize_and_back(server):
         ({"suffix": "x"}, openai.BadRequestError, "suffix"),
         ({"best_of": 2}, openai.BadRequestError, "best_of"),
         ({"extra_body": {"min_tokens": 9, "max_tokens": 5}}, openai.BadRequestError, "min_tokens"),
-        ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json"),
+        ({"extra_body": {"guided_json": 5}}, openai.BadRequestError, "guided_json"),
     ],
 )
 def test_error_classes(client, wrong, kind, param):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.cli.sampling import add_sampling_arguments, sampling_params
@@ -12,6 +14,7 @@ from headway.cli.settings import add_engine_arguments, engine_config
 from headway.cli.terminal import DraftWriter, colored, legend
 from headway.errors import ConfigError
 from headway.spec_decode_metrics import SpecDecodeMetrics
+from headway.structured_outputs import StructuredOutputsParams
 from headway.types import Request
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", default=None, metavar="TEXT", help="the prompt; without it, standard input is read to its end")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, through the model's chat template")
     parser.add_argument("--show-drafts", action="store_true", help="mark accepted and rejected draft tokens")
+    parser.add_argument("--json-schema", default=None, metavar="FILE", help="write JSON that keeps to the schema in this file")
     add_engine_arguments(parser)
     add_sampling_arguments(parser, DEFAULTS)
 
@@ -36,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     config, _ = engine_config(args)
     params = sampling_params(args, DEFAULTS)
+    if args.json_schema is not None:
+        params = dataclasses.replace(params, structured_outputs=StructuredOutputsParams(json=_read(args.json_schema)))
     prompt = args.prompt if args.prompt is not None else _read_stdin()
 
     from headway.engine.engine import Engine
@@ -94,6 +100,13 @@ def summary(stats: SpecDecodeMetrics, seconds: tuple[int, float, float]) -> str:
         f"{line}; {stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts accepted ({stats.draft_acceptance_rate:.0%}), "
         f"{num_tokens / max(1, stats.num_steps):.2f} tokens per step"
     )
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--json-schema {file}: {error}") from None
 
 
 def _read_stdin() -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headway.control.policy import ContinueDrafting as ContinueDrafting
 from headway.control.policy import never_stop as never_stop
+from headway.structured_outputs import Matcher
 from headway.types import Draft
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class DraftRequest:
     num_tentative  so many tokens at the end of the history are drafts themselves: to be continued, not to be remembered
     room           for a drafter with a `tree_size`: nodes its tree may have, at a depth of at most k
     salt           what a drafter keeps of a sequence may show in drafts for sequences of the same salt only
+    matcher        of a request whose text must have a certain form: where it stands. What it forbids is cut from a draft afterwards
     """
 
     seq_id: int
@@ -45,6 +47,7 @@ class DraftRequest:
     num_tentative: int = 0
     room: int = 0
     salt: bytes = b""
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,7 @@ class Drafter(ABC):
     deterministic: bool = True                      # drafts are a function of the prefix (Draft.probs is None)
     tree_size: int = 0                              # drafts trees of at most so many nodes (Draft.parents); 0: chains
     stepwise: bool = False                          # asks before it predicts a further token, so stopping early saves time
+    needs_grammar: ClassVar[bool] = False           # drafts for requests only whose text must have a certain form
     reads_commits: ClassVar[bool] = False           # `commit` is to be called; a drafter that declares `hidden_layers` is told anyway
 
     def bind(self, context: DrafterContext) -> DrafterMemory:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from headway.engine.parts import EngineParts
+from headway.engine.structured.grammar import CompiledGrammar
 from headway.errors import InvalidRequestError
 from headway.types import Request, Sequence
 
@@ -15,10 +16,12 @@ class Prepared:
     """A request that can be served, and what all of its sequences share: what takes time and needs nothing of the engine's state.
 
     bad_words_token_ids  token sequences that no continuation may write
+    grammar              of the form that the text must have
     """
 
     request: Request
     bad_words_token_ids: tuple[tuple[int, ...], ...]
+    grammar: CompiledGrammar | None = None
 
 
 def prepare(requests: SequenceOf[Request], engine: EngineParts) -> list[Prepared]:
@@ -27,11 +30,14 @@ def prepare(requests: SequenceOf[Request], engine: EngineParts) -> list[Prepared
     Raises InvalidRequestError when the engine could not serve all of them to their end.
     """
     bad_words: dict[int, tuple[tuple[int, ...], ...]] = {}
+    grammars: dict[int, CompiledGrammar] = {}
     for request in requests:
         _validate(request, engine)
     for params in {id(request.params): request.params for request in requests}.values():
         bad_words[id(params)] = engine.tokenizer.bad_words_ids(params.bad_words or ())
-    return [Prepared(request, bad_words[id(request.params)]) for request in requests]
+        if params.structured_outputs is not None:
+            grammars[id(params)] = engine.grammars.compile(params.structured_outputs)
+    return [Prepared(request, bad_words[id(request.params)], grammars.get(id(request.params))) for request in requests]
 
 
 def _validate(request: Request, engine: EngineParts) -> None:
@@ -77,15 +83,17 @@ def make_sequence(prepared: Prepared, index: int, seq_id: int, seed: int, engine
     """The `index`-th continuation of a request, every open value resolved."""
     request, params = prepared.request, prepared.request.params
     num_prompt = len(request.prompt_token_ids)
+    eos_token_ids = frozenset() if params.ignore_eos else engine.model.config.eos_token_ids
     return Sequence(
         seq_id=seq_id,
         request=request,
         index=index,
         seed=(seed + index) & (2**64 - 1),
-        eos_token_ids=frozenset() if params.ignore_eos else engine.model.config.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         stop_token_ids=frozenset(params.stop_token_ids or ()),
         bad_words_token_ids=prepared.bad_words_token_ids,
         max_tokens=params.max_tokens if params.max_tokens is not None else engine.max_model_len - num_prompt,
         token_ids=list(request.prompt_token_ids),
         num_prompt_tokens=num_prompt,
+        matcher=prepared.grammar.matcher(eos_token_ids) if prepared.grammar is not None else None,
     )

@@ -19,7 +19,10 @@ from headway.engine.parts import EngineParts
 from headway.engine.proposing import DrafterRunner
 from headway.engine.runner import Runner
 from headway.engine.scheduler import Scheduler
+from headway.engine.structured.grammar import Backend, Compiler
+from headway.engine.tokenizer import Tokenizer
 from headway.engine.verify import Verifier
+from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.telemetry.learned_state import UNREADABLE, LearnedState
 from headway.types import Sequence
@@ -58,6 +61,7 @@ def build(
         drafters=tuple(drafters),
         max_k=speculative.num_speculative_tokens if speculative else 0,
         tree_sizes={name: drafter.tree_size for name, drafter in drafters.items() if drafter.tree_size},
+        drafts_need_grammar=bool(drafters) and all(drafter.needs_grammar for drafter in drafters.values()),
     )
     verifier = Verifier(speculative, model.config.vocab_size, model.device)
     sampler = SequenceSampler(verifier.sampler, sequences)
@@ -91,3 +95,14 @@ def build_policy(engine: EngineParts, speculative: SpeculativeConfig, learned: L
         policy.start(Setup(views, engine.scheduler.max_k, learned.costs))
     learned.follow(key, policy, learned.costs)
     return policy
+
+
+def grammar_compiler(tokenizer: Tokenizer, model: ModelConfig) -> Compiler:
+    """Compiles what requests ask of their text. The library and its table of tokens are loaded for the first one."""
+
+    def backend() -> Backend:
+        from headway.engine.structured.guidance import GuidanceBackend
+
+        return GuidanceBackend(tokenizer, model.vocab_size, model.eos_token_ids)
+
+    return Compiler(backend)

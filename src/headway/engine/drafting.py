@@ -18,6 +18,10 @@ from headway.errors import ConfigError
 from headway.models.decoder import Decoder
 from headway.types import Sequence
 
+# The logit of a token that the draft vocabulary lacks: next to any other one its probability is 0. It is finite, so that where a grammar
+# allows no other tokens they are drafted, each as likely as the next, and the distribution that they are drawn from exists.
+OUTSIDE = -1e30
+
 
 def bind_drafters(
     speculative: SpeculativeConfig | None, config: EngineConfig, model: Decoder, progress: bool = False
@@ -138,8 +142,8 @@ class SequenceSampler:
     def _widened(self, logits: Tensor, token_ids: Tensor | None) -> Tensor:
         if token_ids is None:
             return logits
-        wide = logits.new_full((len(logits), self._sampler.vocab_size), float("-inf"))
-        return wide.index_copy_(1, token_ids, logits)
+        wide = logits.new_full((len(logits), self._sampler.vocab_size), OUTSIDE, dtype=torch.float32)
+        return wide.index_copy_(1, token_ids, logits.float())
 
     def _positions(self, requests: SequenceOf[DraftRequest], drafted: SequenceOf[list[int]]) -> list[Position]:
         return [Position(self._sequences[request.seq_id], tokens, len(tokens)) for request, tokens in zip(requests, drafted, strict=True)]

@@ -29,11 +29,13 @@ from headway.engine.admission import Prepared
 from headway.engine.metrics import EngineMetrics
 from headway.engine.outputs import TextOutput
 from headway.engine.runner import ForwardOutput
+from headway.engine.structured.ahead import MasksAhead
 from headway.engine.tokenizer import Tokenizer
 from headway.errors import InvalidRequestError
 from headway.models.decoder import Decoder
 from headway.models.generation import sampling_defaults
 from headway.models.loader import load_model
+from headway.structured_outputs import GrammarError
 from headway.telemetry.learned_state import LearnedState
 from headway.telemetry.trace import TraceWriter
 from headway.types import (
@@ -77,6 +79,8 @@ class Engine:
         )
         self.tokenizer = Tokenizer(self.model.directory)
         self.sampling_defaults = sampling_defaults(config.model, self.model.config.generation)   # for who asks for none
+        self.grammars = build.grammar_compiler(self.tokenizer, self.model.config)
+        self.masks = MasksAhead()
         self.requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}   # live, by seq_id
         self._learned: LearnedState | None = None   # opened for the first policy that needs costs
@@ -170,7 +174,9 @@ class Engine:
         self.scheduler.reserve(plan.rows)
         drafts = self._draft(step, plan.rows)
         clock.drafted = time.perf_counter()
+        self.masks.begin(plan.rows, drafts)
         out = self.runner.forward(plan.rows, drafts)
+        self.masks.wait()
         verdicts = self._verify(out, plan.rows, drafts)
         clock.verified = time.perf_counter()
         num_prefill_tokens = sum(row.length for row in plan.rows if not row.seq.is_decoding)
@@ -233,12 +239,14 @@ class Engine:
         return deltas
 
     def _write(self, row: Row, draft: Draft | None, verdict: Verdict, num_committed: int) -> OutputDelta:
-        """Tokens -> text; a stop string ends the sequence at the token that completes it."""
+        """Tokens -> text; a stop string ends the sequence at the token that completes it. Raises GrammarError."""
         seq = row.seq
+        if seq.matcher is not None and seq.matcher.error is not None:
+            raise GrammarError(seq.matcher.error)
         text_output = self._texts[seq.seq_id]
         tokens = verdict.tokens[:num_committed]
-        # The token that ended the sequence belongs to its ids, not to its text.
-        ended_by_token = seq.finish_reason == "stop"
+        # The token that ended the sequence belongs to its ids, not to its text. (The last one of a complete grammar is text.)
+        ended_by_token = seq.finish_reason == "stop" and (tokens[-1] in seq.eos_token_ids or tokens[-1] in seq.stop_token_ids)
         hide_last = ended_by_token and not seq.params.include_stop_str_in_output
         text, num_shown = text_output.push(tokens[:-1] if hide_last else tokens)
         if text_output.stopped_by is not None:

@@ -1,7 +1,7 @@
 """From raw logits to the distribution a request asked for, for a batch of logit rows.
 
-Order of operations (vLLM's): bad words, min_tokens, logit_bias, repetition / frequency / presence penalties, temperature,
-min_p, top_k, top_p. The first group can change the argmax, so greedy rows pass through it too; the rest cannot.
+Order of operations (vLLM's): what the request's grammar forbids, bad words, min_tokens, logit_bias, repetition / frequency / presence
+penalties, temperature, min_p, top_k, top_p. The first group can change the argmax, so greedy rows pass through it too; the rest cannot.
 
 min_p, top_k and top_p each keep the tokens above some probability, so all three together are one lower bound per row. Finding
 the bound never sorts the vocabulary unless the kept set is huge, and tokens that tie with the bound are all kept, which makes
@@ -45,6 +45,10 @@ class Position(NamedTuple):
         """Index in the sequence of the token this row decides."""
         return len(self.seq.token_ids) + self.depth
 
+    def mask(self) -> bytes | None:
+        """The tokens that the request's grammar allows here, as `Matcher.mask` gives them; None: any."""
+        return None if self.seq.matcher is None else self.seq.matcher.mask(self.drafts[: self.depth])
+
 
 def argmax(logits: Tensor) -> Tensor:
     """[n, width] -> int64 [n]; the first index wins ties, as in torch.argmax.
@@ -71,7 +75,8 @@ def is_edited(seq: Sequence) -> bool:
     """Whether any row of `seq` in this step needs `edit_logits`."""
     params = seq.params
     return bool(
-        params.logit_bias
+        seq.matcher is not None
+        or params.logit_bias
         or seq.bad_words_token_ids
         or params.min_tokens > seq.num_output_tokens
         or params.repetition_penalty != 1.0
@@ -87,6 +92,7 @@ def is_restricted(params: SamplingParams) -> bool:
 
 def edit_logits(logits: Tensor, edited: SequenceOf[tuple[int, Position]], vocab_size: int) -> None:
     """Applies everything that can change the argmax to these (row, position) pairs of `logits` f32 [n, >= vocab_size], in place."""
+    mask_logits(logits, edited, vocab_size)
     banned = [(row, np.array(sorted(tokens)), 0.0) for row, position in edited if (tokens := banned_tokens(position, vocab_size))]
     if banned:
         logits.index_put_(_scattered(logits, banned)[0], torch.tensor(-torch.inf, device=logits.device))
@@ -101,10 +107,29 @@ def edit_logits(logits: Tensor, edited: SequenceOf[tuple[int, Position]], vocab_
     _penalise(logits, edited)
 
 
+def mask_logits(logits: Tensor, positions: SequenceOf[tuple[int, Position]], vocab_size: int) -> None:
+    """Sets what the grammars of these (row, position) pairs forbid to -inf, in place. logits f32 [n, >= vocab_size].
+
+    On CPU numpy does it: torch would wake its threads for so little.
+    """
+    for row, position in positions:
+        mask = position.mask()
+        if mask is None:
+            continue
+        bits = np.frombuffer(mask, dtype=np.uint8)
+        if logits.device.type == "cpu":
+            forbidden = np.unpackbits(~bits, count=vocab_size, bitorder="little").view(np.bool_)
+            np.copyto(logits[row, :vocab_size].numpy(), -np.inf, where=forbidden)
+        else:
+            each_bit = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
+            allowed = torch.tensor(bits, device=logits.device).unsqueeze(-1).bitwise_and(each_bit).view(-1)[:vocab_size]
+            logits[row, :vocab_size].masked_fill_(allowed == 0, -torch.inf)
+
+
 def banned_tokens(position: Position, vocab_size: int) -> set[int]:
     """What bad_words and min_tokens forbid at this position. A bad word is matched against the output, not the prompt (vLLM's rule).
 
-    A row that would forbid the whole vocabulary forbids nothing: there would be no token to write.
+    A row that would forbid the whole vocabulary, or all that its grammar allows, forbids nothing: there would be no token to write.
     """
     seq, drafts, depth = position
     banned: set[int] = set()
@@ -117,6 +142,9 @@ def banned_tokens(position: Position, vocab_size: int) -> set[int]:
             prefix = word[:-1]
             if not prefix or tail[-len(prefix) :] == prefix:
                 banned.add(word[-1])
+    mask = position.mask() if banned else None
+    if mask is not None and banned.issuperset(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()):
+        return set()
     return banned if len(banned) < vocab_size else set()
 
 

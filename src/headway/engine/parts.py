@@ -8,6 +8,7 @@ from headway.drafters.drafter import Drafter
 from headway.engine.proposing import DrafterRunner
 from headway.engine.runner import Runner
 from headway.engine.scheduler import Scheduler
+from headway.engine.structured.grammar import Compiler
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.verify import Verifier
 from headway.models.decoder import Decoder
@@ -18,6 +19,7 @@ class EngineParts(Protocol):
 
     model: Decoder
     tokenizer: Tokenizer
+    grammars: Compiler
     max_model_len: int
     drafters: dict[str, Drafter]
     runner: Runner

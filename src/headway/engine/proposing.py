@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from headway.control.driver import DraftCall, Proposals
 from headway.control.policy import DrafterView
 from headway.drafters.drafter import Drafter, DraftRequest, never_stop
+from headway.drafters.grammar import with_forced
 from headway.engine.scheduler import Scheduler
 from headway.types import Draft, Row
 
@@ -31,7 +32,7 @@ class DrafterRunner:
         drafter = self._drafters[call.drafter]
         requests = [_request(rows[seq_id], k, k if call.is_lookup else rows[seq_id].room) for seq_id, k in call.ks.items()]
         drafts = {
-            request.seq_id: draft.truncated(request.k if draft.parents is None else request.room)
+            request.seq_id: _kept_to(request, draft.truncated(request.k if draft.parents is None else request.room))
             for request, draft in zip(requests, drafter.propose(requests, call.continue_drafting) if requests else (), strict=True)
         }
         num_catch_up = self._catch_up(call.drafter, requests)
@@ -42,7 +43,7 @@ class DrafterRunner:
             requests = [_request(rows[seq_id], k, max(k, drafter.tree_size)) for seq_id, k in call.shadow_ks.items()]
             num_catch_up += self._catch_up(call.drafter, requests)
             for request, draft in zip(requests, drafter.propose(requests, never_stop), strict=True):
-                shadows[request.seq_id] = draft.spine().truncated(request.k)
+                shadows[request.seq_id] = _kept_to(request, draft.spine().truncated(request.k))
         return Proposals(drafts, shadows, (time.perf_counter() - began) * 1e3, num_catch_up)
 
     def stop(self, seq_id: int) -> None:
@@ -66,4 +67,23 @@ class DrafterRunner:
 
 def _request(row: Row, k: int, room: int) -> DraftRequest:
     seq = row.seq
-    return DraftRequest(seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table, room=room, salt=seq.salt)
+    return DraftRequest(
+        seq.seq_id, seq.token_ids, seq.num_prompt_tokens, k, seq.params.greedy, seq.block_table, room=room, salt=seq.salt,
+        matcher=seq.matcher,
+    )   # fmt: skip
+
+
+def _kept_to(request: DraftRequest, draft: Draft) -> Draft:
+    """Without what the request's grammar forbids and all that follows it, but with what it forces at the end of a chain. Tokens that were
+    drawn stay: they were drawn from what it allows, or are refused in verification, and which of them are verified must not depend on
+    what they are."""
+    matcher = request.matcher
+    if matcher is None or draft.probs is not None:
+        return draft
+    if draft.parents is None:
+        return with_forced(draft.truncated(matcher.num_legal((), draft.tokens)), request)
+    paths: dict[int, list[int]] = {-1: []}   # of the nodes that stay
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        if parent in paths and matcher.num_legal(paths[parent], [token]):
+            paths[node] = [*paths[parent], token]
+    return draft.pruned([node for node in paths if node >= 0])

@@ -216,6 +216,7 @@ def token_uniforms(positions: SequenceOf[Position]) -> NDArray[np.float64]:
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, token_ids: SequenceOf[int], num_top: int) -> list[TokenLogprobs]:
     """Log probabilities (natural) of given tokens under the model itself, before any sampling parameter: vLLM's `raw_logprobs`.
+    Tokens of probability 0, which a grammar forbids, are not among the most likely ones.
 
     logits     [n, vocab], any float dtype
     token_ids  one per row
@@ -242,4 +243,5 @@ def _most_likely(logprobs: NDArray[np.float32], count: int) -> tuple[tuple[int, 
         bound = np.partition(logprobs[: COLUMN * width].reshape(COLUMN, width).max(0), -count)[-count]
     ids = np.flatnonzero(logprobs >= bound)
     best = ids[np.argsort(-logprobs[ids], kind="stable")[:count]]
+    best = best[logprobs[best] > -np.inf]
     return tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True))

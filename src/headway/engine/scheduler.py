@@ -33,7 +33,9 @@ class Scheduler:
         drafters: tuple[str, ...] = (),
         max_k: int = 0,
         tree_sizes: Mapping[str, int] | None = None,
+        drafts_need_grammar: bool = False,
     ) -> None:
+        """drafts_need_grammar: nobody drafts for requests whose text may have any form."""
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.token_budget = max_num_batched_tokens
@@ -44,6 +46,7 @@ class Scheduler:
         self.drafters = drafters
         self.max_k = max_k
         self.tree_sizes = tree_sizes or {}   # nodes at most, of the drafters that draft trees
+        self.drafts_need_grammar = drafts_need_grammar
         self.waiting: list[Sequence] = []   # by urgency
         self.running: list[Sequence] = []   # by urgency
         self.num_steps = 0
@@ -171,7 +174,7 @@ class Scheduler:
     def _k_allowed(self, seq: Sequence) -> int:
         """Drafts that could still become output: the token that verification adds needs room, too."""
         speculation = seq.params.speculative
-        if not speculation.enabled:
+        if not speculation.enabled or (self.drafts_need_grammar and seq.matcher is None):
             return 0
         cap = self.max_k if speculation.max_tokens is None else min(self.max_k, speculation.max_tokens)
         tokens_left = min(seq.max_tokens - seq.num_output_tokens, self.max_model_len - seq.num_tokens)
@@ -254,8 +257,12 @@ class Scheduler:
         """Appends up to and including the first token that ends the sequence; returns how many were appended."""
         for count, token in enumerate(tokens, start=1):
             seq.token_ids.append(token)
+            is_complete = seq.matcher is not None and seq.matcher.advance(token)
             if token in seq.eos_token_ids or token in seq.stop_token_ids:
                 self.finish(seq, "stop", token if token in seq.stop_token_ids else None)
+                return count
+            if is_complete:
+                self.finish(seq, "stop")
                 return count
             if seq.num_output_tokens >= seq.max_tokens or seq.num_tokens >= self.max_model_len:
                 self.finish(seq, "length")

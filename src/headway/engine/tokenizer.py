@@ -49,6 +49,11 @@ class Tokenizer:
         return eos
 
     @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that are no text of their own, as those that end a turn."""
+        return self._special
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.config import SpeculativeConfig
-from headway.engine.logits import Position
+from headway.engine.logits import Position, mask_logits
 from headway.engine.sampler import Purpose, Sampler, Span, draw, token_logprobs, uniforms
 from headway.types import Draft, Row, Sequence, TokenLogprobs, Verdict
 
@@ -221,14 +221,17 @@ class Verifier:
         return [_first_refusal(part) for part in _split(likely.cpu().numpy(), group)]
 
     def _add_logprobs(self, logits: Tensor, verify_rows: list[VerifyRow], verdicts: list[Verdict]) -> None:
-        """Fills `Verdict.logprobs` where the request asks: each emitted token at its own position."""
+        """Fills `Verdict.logprobs` where the request asks: each emitted token at its own position, among those its grammar allows."""
         by_count: dict[int, list[int]] = {}
         for i, c in enumerate(verify_rows):
             if c.seq.params.logprobs is not None:
                 by_count.setdefault(c.seq.params.logprobs, []).append(i)
         for num_top, wanted in by_count.items():
             rows = [verify_rows[i].offset + j for i in wanted for j in _judging_rows(verdicts[i])]
-            found = iter(token_logprobs(logits[rows], [token for i in wanted for token in verdicts[i].tokens], num_top))
+            chosen = logits[rows].float()
+            positions = [Position(verify_rows[i].seq, verdicts[i].tokens, j) for i in wanted for j in range(len(verdicts[i].tokens))]
+            mask_logits(chosen, list(enumerate(positions)), self.vocab_size)
+            found = iter(token_logprobs(chosen, [token for i in wanted for token in verdicts[i].tokens], num_top))
             for i in wanted:
                 logprobs: list[TokenLogprobs] = [next(found) for _ in verdicts[i].tokens]
                 verdicts[i].logprobs = logprobs

@@ -26,6 +26,7 @@ from headway.server.prometheus import EngineCollector, build_registry
 from headway.server.replies import ChatReply, CompletionReply, Reply, TokenNames
 from headway.server.stream import Stream
 from headway.server.streaming import EventStream, JsonInPieces, closing, collect, unless_gone
+from headway.server.text_form import Strict
 from headway.server.writing import Mapped
 from headway.types import Request, SamplingParams
 from headway.version import __version__
@@ -33,7 +34,7 @@ from headway.version import __version__
 if TYPE_CHECKING:
     from headway.engine.engine import Engine
 
-Body = TypeVar("Body", bound=protocol._Strict)
+Body = TypeVar("Body", bound=Strict)
 GenerationBody: TypeAlias = "protocol.CompletionRequest | protocol.ChatCompletionRequest"
 
 LONG_TEXT = 4096           # characters from which on tokenizing leaves the loop's thread
@@ -173,7 +174,11 @@ class _Api:
             Request(f"{reply.id}-{position}", token_ids, params, priority=body.priority or 0, cache_salt=salt)
             for position, token_ids in enumerate(prompts)
         ]
-        return await self.bridge.submit(requests)
+        try:
+            return await self.bridge.submit(requests)
+        except InvalidRequestError as error:
+            param = body.form_field() if error.param == "structured_outputs" else error.param
+            raise InvalidRequestError(str(error), param=param, code=error.code) from None
 
     async def _answer(self, http: HttpRequest, body: GenerationBody, begin: Coroutine[Any, Any, tuple[Stream, Reply]]) -> Response:
         begun = await unless_gone(http.receive, begin)

@@ -306,8 +306,8 @@ class AsyncEngine:
 
 def _are_light(requests: Sequence[Request]) -> bool:
     """Whether to prepare them takes less than to hand them to another thread."""
-    num_words = sum(len(request.params.bad_words or ()) for request in requests)
-    return num_words == 0 and sum(len(request.prompt_token_ids) for request in requests) <= LIGHT_TOKENS
+    compiles = any(request.params.bad_words or request.params.structured_outputs for request in requests)
+    return not compiles and sum(len(request.prompt_token_ids) for request in requests) <= LIGHT_TOKENS
 
 
 def _size_of(requests: Sequence[Request]) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from headway.errors import InvalidRequestError
+from headway.server.text_form import Strict, Strings, Text, Unsupported, WithForm, accepts
 from headway.types import MAX_LIST, MAX_STOP_STRINGS, MAX_STRING_LENGTH, RequestSpeculation, SamplingParams
 
 INT32_MAX = 2**31 - 1
@@ -21,14 +22,12 @@ MAX_MESSAGES = 2048     # OpenAI's bound; of the text parts of a message, too
 MAX_SALT_LENGTH = 256   # characters; it is hashed for each sequence
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
-Text = Annotated[str, Field(min_length=1)]
 # One wrong element is enough: a megabyte of them must not become a million errors.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 ListedTokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_LIST)]
 ShortText = Annotated[str, Field(min_length=1, max_length=MAX_STRING_LENGTH)]
 StopStrings = Annotated[list[ShortText], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
 BadWords = Annotated[list[ShortText], Field(fail_fast=True, max_length=MAX_LIST)]
-Strings = Annotated[list[str], Field(fail_fast=True)]
 ListOfTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 TOKEN_ID_PATTERN = "^[0-9]{1,10}$"
 LogitBias = Annotated[
@@ -43,28 +42,14 @@ LogitBias = Annotated[
         }
     ),
 ]
-Unsupported = Annotated[None, Field(description="not supported; null or left out")]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @classmethod
-    def accepted(cls) -> dict[str, str]:
-        """Field -> what it takes, in words ("" where pydantic's own message is enough)."""
-        return {name: (spec.json_schema_extra or {}).get("x-accepts", "") for name, spec in cls.model_fields.items()}  # type: ignore[union-attr, misc]
-
-
-def _accepts(words: str) -> dict[str, Any]:
-    return {"x-accepts": words}
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
     continuous_usage_stats: bool | None = Field(None, description="usage so far in every chunk")
 
 
-class Speculation(_Strict):
+class Speculation(Strict):
     """How this request is speculated on; the server's own settings are the upper bound."""
 
     enabled: bool | None = Field(None, description="false: plain decoding for this request")
@@ -74,7 +59,7 @@ class Speculation(_Strict):
     )
 
 
-class _Sampling(_Strict):
+class _Sampling(WithForm):
     """Fields that both completions endpoints share. Defaults are vLLM's: the model's own for sampling, where its makers recommend any."""
 
     model: str | None = Field(None, description="the served model's name")
@@ -83,7 +68,7 @@ class _Sampling(_Strict):
     n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX)
-    stop: ShortText | StopStrings | None = Field(None, json_schema_extra=_accepts(
+    stop: ShortText | StopStrings | None = Field(None, json_schema_extra=accepts(
         f"a string of 1 to {MAX_STRING_LENGTH} characters, an array of at most {MAX_STOP_STRINGS} of them, or null"
     ))  # fmt: skip
     temperature: float | None = Field(None, ge=0, le=1000)
@@ -123,6 +108,7 @@ class _Sampling(_Strict):
             values["speculative"] = RequestSpeculation(
                 True if enabled is None else enabled, self.speculative.max_tokens, self.speculative.tpot_slo_ms
             )
+        values["structured_outputs"] = self.form()
         return SamplingParams(**{**defaults, **{name: value for name, value in values.items() if value is not None}, **given})
 
 
@@ -134,7 +120,7 @@ _SAMPLING_NAMES = (
 
 class CompletionRequest(_Sampling):
     prompt: str | Strings | TokenIds | ListOfTokenIds = Field(
-        json_schema_extra=_accepts("a string, an array of strings, an array of token ids, or an array of arrays of token ids")
+        json_schema_extra=accepts("a string, an array of strings, an array of token ids, or an array of arrays of token ids")
     )
     max_tokens: int | None = Field(16, ge=1, le=INT32_MAX, description="null: up to the context limit")
     logprobs: int | None = Field(None, ge=0, le=20, description="log probabilities of so many most likely tokens")
@@ -156,12 +142,12 @@ class CompletionRequest(_Sampling):
         return self._params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
-class Message(_Strict):
+class Message(Strict):
     """One message; the null-only fields are those that OpenAI's own answers carry."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -179,17 +165,12 @@ class Message(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class ResponseFormat(_Strict):
-    type: Literal["text"]
-
-
 class ChatCompletionRequest(_Sampling):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="null: up to the context limit")
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="the newer name of max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20, description="needs logprobs: true")
-    response_format: ResponseFormat | None = None
     tools: Unsupported = None
     tool_choice: Unsupported = None
     functions: Unsupported = None
@@ -205,7 +186,7 @@ class ChatCompletionRequest(_Sampling):
         return self._params(defaults, max_tokens=limits.pop() if limits else None, logprobs=logprobs)
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """Either a text (`prompt`) or a conversation (`messages`)."""
 
     model: str | None = None
@@ -216,7 +197,7 @@ class TokenizeRequest(_Strict):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: TokenIds
 
