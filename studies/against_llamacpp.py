@@ -50,7 +50,8 @@ def run_headway(speculation: str, prompts: list[list[int]], output_len: int, qua
     """Milliseconds per token after the first, per prompt; a new engine."""
     from headway.config import EngineConfig, SpeculativeConfig
     from headway.engine.engine import Engine
-    from headway.types import Request, SamplingParams
+    from headway.sampling_params import SamplingParams
+    from headway.types import Request
 
     engine = Engine(EngineConfig(
         dtype="bfloat16", quantization=quantization, device="cpu", max_model_len=2048, speculative=SpeculativeConfig.parse(speculation)

@@ -21,7 +21,8 @@ from record import origin, publish, timed
 from headway.bench import workloads
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 
 OFF = 0
 

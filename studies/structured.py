@@ -25,8 +25,9 @@ from headway.drafters.core.automatic import shipped, spell_out
 from headway.engine.engine import Engine
 from headway.engine.structured.guidance import GuidanceMatcher
 from headway.models.loader import load_model
+from headway.sampling_params import SamplingParams
 from headway.structured_outputs import StructuredOutputsParams
-from headway.types import Request, SamplingParams
+from headway.types import Request
 
 MODEL = "smollm2-135m"
 MAX_TOKENS = 160

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from headway.engine.verify import Verifier
-from headway.types import Draft, Request, Row, SamplingParams, Sequence, Verdict
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Request, Row, Sequence, Verdict
 
 FloatArray = NDArray[np.float64]
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.errors import ConfigError, HeadwayError, InvalidRequestError, ModelError, QueueFullError
+from headway.sampling_params import RequestSpeculation, SamplingParams
 from headway.structured_outputs import StructuredOutputsParams
-from headway.types import Request, RequestSpeculation, SamplingParams
+from headway.types import Request
 from headway.version import __version__
 
 if TYPE_CHECKING:

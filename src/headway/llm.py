@@ -15,8 +15,9 @@ from headway.engine.admission import check_length
 from headway.engine.engine import Engine
 from headway.engine.tokenizer import Message, Tokenizer
 from headway.errors import InvalidRequestError, unknown_key
+from headway.sampling_params import SamplingParams
 from headway.spec_decode_metrics import SpecDecodeMetrics
-from headway.types import OutputDelta, Request, SamplingParams, TokenLogprobs
+from headway.types import OutputDelta, Request, TokenLogprobs
 
 # A mapping has "prompt" or "prompt_token_ids", and may have a "cache_salt": what it leaves in the caches, only prompts with this salt find.
 Prompt: TypeAlias = "str | list[int] | Mapping[str, Any]"

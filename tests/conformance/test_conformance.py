@@ -31,8 +31,9 @@ from headway.engine import engine as engine_module
 from headway.engine import proposing
 from headway.engine.engine import Engine
 from headway.models.attention import KVCache
+from headway.sampling_params import SamplingParams
 from headway.structured_outputs import StructuredOutputsParams
-from headway.types import OutputDelta, Request, SamplingParams
+from headway.types import OutputDelta, Request
 from tests.drafter_models import drafter_config, kinds, policies
 from tests.sampling import chi_square, make_sequence, reference_probs
 from tests.tiny import tiny_model_dir

@@ -19,7 +19,7 @@ import pytest
 from headway.cli.main import main
 from headway.engine.outputs import TextOutput
 from headway.llm import LLM
-from headway.types import SamplingParams
+from headway.sampling_params import SamplingParams
 from tests.integration.conftest import LiveServer, live_server
 from tests.tiny import tiny_model_dir
 

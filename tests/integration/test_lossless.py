@@ -15,7 +15,8 @@ from headway import native
 from headway.bench import workloads
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 
 NUM_PROMPTS = 64
 OUTPUT_LEN = 32

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from headway.engine.tokenizer import Tokenizer
+from headway.sampling_params import SamplingParams
 from headway.server import app, async_engine, connection, stream, streaming
 from headway.server.connection import Connection
 from headway.server.errors import SlowReaderError
-from headway.types import Request, SamplingParams
+from headway.types import Request
 from tests.integration.conftest import LiveServer
 from tests.integration.test_server_load import open_request
 

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from headway.errors import ConfigError, InvalidRequestError
+from headway.sampling_params import SamplingParams
 from headway.server import protocol
 from headway.server.options import ServerOptions
-from headway.types import SamplingParams
 from tests.integration.conftest import MODEL, LiveServer
 
 

@@ -10,7 +10,8 @@ import threading
 import httpx
 import pytest
 
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 from tests.integration.conftest import LiveServer
 
 BODY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}

@@ -15,11 +15,12 @@ from headway.cli.main import main
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, SequenceView
 from headway.engine.engine import Engine
+from headway.sampling_params import SamplingParams
 from headway.telemetry.trace import TraceWriter
 from headway.tune import emit
 from headway.tune.plan import Plan, Point, plan
 from headway.tune.source import Source, of_headway, of_vllm
-from headway.types import Feedback, Request, SamplingParams, SequenceFeedback
+from headway.types import Feedback, Request, SequenceFeedback
 from tests.heads import eagle1_dir, eagle3_dir, medusa_dir
 
 OPTIONS = {"prompt_lookup_max": 5, "prompt_lookup_min": 1}

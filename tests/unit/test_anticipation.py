@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from headway.config import SpeculativeConfig
 from headway.control.policy import BatchView, DraftView, Policy
 from headway.engine.verify import Verifier
-from headway.types import Choice, Draft, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Choice, Draft
 from headway.types import Sequence as DecodingSequence
 from tests.sampling import DraftMaker, FloatArray, Markov, chi_square, likely_drafts, sampled_drafts, simulate
 

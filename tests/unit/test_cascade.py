@@ -14,7 +14,8 @@ from headway.drafters.core.model_chain import ChainDrafter
 from headway.drafters.drafter import ContinueDrafting, Drafter, DraftRequest, never_stop
 from headway.drafters.ngram import Ngram
 from headway.engine.engine import Engine
-from headway.types import Draft, Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Request
 from tests.drafter_models import noisy_copy
 from tests.tiny import tiny_model_dir
 

@@ -18,8 +18,8 @@ from headway.cli import flags, generate, main, sampling, settings
 from headway.config import EngineConfig, SpeculativeConfig, option
 from headway.drafters.core.automatic import spell_out
 from headway.errors import ConfigError, ModelError
+from headway.sampling_params import SamplingParams
 from headway.server.options import ServerOptions
-from headway.types import SamplingParams
 
 Read = Callable[..., argparse.Namespace]
 

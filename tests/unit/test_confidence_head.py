@@ -17,7 +17,8 @@ from headway.control.policy import AdaptivePolicy
 from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.engine.engine import Engine
 from headway.errors import ModelError
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 from tests.drafter_models import noisy_copy
 from tests.heads import eagle3_dir
 from tests.tiny import tiny_model_dir

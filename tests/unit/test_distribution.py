@@ -15,7 +15,7 @@ from headway.config import SpeculativeConfig
 from headway.engine import verify as verify_module
 from headway.engine.sampler import Purpose, uniforms
 from headway.engine.verify import Verifier
-from headway.types import SamplingParams
+from headway.sampling_params import SamplingParams
 from tests.sampling import (
     FloatArray,
     Markov,

@@ -25,7 +25,8 @@ from headway.models.attention import KVCache
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
-from headway.types import Choice, Draft, Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Choice, Draft, Request
 from tests.drafter_models import noisy_copy
 from tests.tiny import tiny_model_dir
 

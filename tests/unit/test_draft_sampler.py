@@ -10,7 +10,8 @@ from headway.config import SpeculativeConfig
 from headway.drafters.drafter import DraftRequest
 from headway.engine.drafting import SequenceSampler
 from headway.engine.verify import Verifier
-from headway.types import Draft, SamplingParams, Sequence
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Sequence
 from tests.sampling import FloatArray, Markov, chi_square, make_sequence, reference_logits, reference_probs, simulate
 
 VOCAB, K, LENGTH, TRIALS = 5, 3, 4, 4000

@@ -29,7 +29,8 @@ from headway.errors import ConfigError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
-from headway.types import Draft, SamplingParams, SequenceFeedback, depths_of
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, SequenceFeedback, depths_of
 from headway.types import Sequence as Sequence_
 from tests.heads import eagle1_dir, eagle3_dir, medusa_dir, mlp_speculator_dir
 from tests.sampling import DraftMaker, chi_square, reference_probs, simulate

@@ -14,7 +14,8 @@ from headway.drafters.drafter import Committed, ContinueDrafting, Drafter, Draft
 from headway.engine.engine import Engine
 from headway.engine.memory import plan_memory
 from headway.errors import ConfigError
-from headway.types import Draft, Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Request
 from tests.tiny import tiny_model_dir
 
 

@@ -9,7 +9,8 @@ import pytest
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine import engine as engine_module
 from headway.engine.engine import Engine
-from headway.types import OutputDelta, Request, SamplingParams, Status
+from headway.sampling_params import SamplingParams
+from headway.types import OutputDelta, Request, Status
 from tests.tiny import tiny_model_dir
 
 PROMPT = [5, 6, 7, 8] * 10

@@ -8,7 +8,8 @@ import pytest
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
-from headway.types import Forecast, Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Forecast, Request
 from tests.tiny import tiny_model_dir
 
 PROMPT = [5, 6, 7, 8] * 10

@@ -20,7 +20,8 @@ from headway.errors import ConfigError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.layers import Linear
-from headway.types import Draft, Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Request
 from tests.tiny import tiny_model_dir
 
 K, NUM_LAYERS = 4, 6

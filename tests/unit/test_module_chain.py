@@ -21,7 +21,8 @@ from headway.errors import ConfigError, ModelError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 from tests.heads import mtp_dir
 from tests.tiny import tiny_model_dir
 from tests.unit.test_feature_chain import BLOCK, Argmax, Text, chunks

@@ -19,7 +19,8 @@ from headway.errors import ModelError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 from tests import speculators_reference
 from tests.heads import eagle3_dir, mtp_dir
 from tests.speculators_reference import MTP_FIXTURE, inputs, make_mtp_directories

@@ -15,8 +15,9 @@ from headway.control.policies.static import Static
 from headway.control.policy import Setup
 from headway.engine import profile
 from headway.engine.engine import Engine
+from headway.sampling_params import SamplingParams
 from headway.telemetry import learned_state
-from headway.types import Request, SamplingParams
+from headway.types import Request
 from tests.tiny import tiny_model_dir
 
 

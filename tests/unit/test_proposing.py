@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import AdaptivePolicy, BatchView, DraftView
 from headway.engine.engine import Engine
-from headway.types import Choice, Feedback, Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Choice, Feedback, Request
 from tests.drafter_models import drafter_config
 from tests.tiny import tiny_model_dir
 

@@ -15,7 +15,8 @@ from headway.errors import ConfigError, ModelError
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 from tests.tiny import tiny_model_dir
 
 SIZES = {"intermediate_size": 128, "vocab_size": 320}

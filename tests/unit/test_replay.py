@@ -16,20 +16,12 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import AdaptivePolicy, BatchView
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
+from headway.sampling_params import SamplingParams
 from headway.telemetry.trace import Trace, TraceStep, read_trace
 from headway.tune import replay
 from headway.tune.evidence import ENDLESS, HIT, MISS, NONE, Evidence, gather
 from headway.tune.regret import split
-from headway.types import (
-    Choice,
-    DrafterFeedback,
-    Feedback,
-    LookupFeedback,
-    Request,
-    SamplingParams,
-    SequenceFeedback,
-    ShadowFeedback,
-)
+from headway.types import Choice, DrafterFeedback, Feedback, LookupFeedback, Request, SequenceFeedback, ShadowFeedback
 from tests.tiny import tiny_model_dir
 
 Row = tuple[int, int, int, int, int, int]   # seq_id, num_context, k, proposed, verified, accepted

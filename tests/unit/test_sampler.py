@@ -13,7 +13,8 @@ from scipy import stats
 from headway.engine import sampler as sampler_module
 from headway.engine.logits import Position, argmax, banned_tokens
 from headway.engine.sampler import Purpose, Sampler, Span, draw, token_logprobs, uniforms
-from headway.types import SamplingParams, Sequence
+from headway.sampling_params import SamplingParams
+from headway.types import Sequence
 from tests.sampling import chi_square, make_sequence, reference_logits, reference_probs
 
 OPTIONS: dict[str, dict[str, Any]] = {

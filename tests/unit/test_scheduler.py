@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from headway.engine.kv_cache import BlockPool
 from headway.engine.scheduler import Scheduler, _fair_cap
-from headway.types import Choice, Draft, Request, RequestSpeculation, SamplingParams, Sequence, Status, Verdict
+from headway.sampling_params import RequestSpeculation, SamplingParams
+from headway.types import Choice, Draft, Request, Sequence, Status, Verdict
 
 EOS = 7
 

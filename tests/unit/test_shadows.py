@@ -11,7 +11,8 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import AdaptivePolicy, BatchView, DraftView, Policy
 from headway.control.shadows import Shadows
 from headway.engine.engine import Engine
-from headway.types import Choice, Draft, Feedback, Request, SamplingParams, ShadowFeedback
+from headway.sampling_params import SamplingParams
+from headway.types import Choice, Draft, Feedback, Request, ShadowFeedback
 from headway.types import Sequence as Seq
 from tests.tiny import tiny_model_dir
 

@@ -23,8 +23,9 @@ from headway.engine.proposing import _kept_to
 from headway.engine.structured.ahead import paths
 from headway.engine.structured.guidance import GuidanceMatcher
 from headway.errors import InvalidRequestError
+from headway.sampling_params import SamplingParams
 from headway.structured_outputs import MAX_CHARACTERS, Matcher
-from headway.types import Draft, Request, Row, SamplingParams
+from headway.types import Draft, Request, Row
 from tests.tiny import MIN_VOCAB, PIECES, tiny_model_dir
 
 EOS = 2

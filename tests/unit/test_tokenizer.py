@@ -14,7 +14,8 @@ from tokenizers import decoders, models
 
 from headway.engine.outputs import TextOutput
 from headway.engine.tokenizer import TextStream, TokenBytes, Tokenizer
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 from headway.types import Sequence as Written
 from tests.tiny import MIN_VOCAB, PIECES, SPECIAL, byte_fallback_tokenizer, byte_level_tokenizer, tiny_model_dir
 

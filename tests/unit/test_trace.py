@@ -18,9 +18,10 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.control.policy import BatchView, SequenceView
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
+from headway.sampling_params import SamplingParams
 from headway.telemetry.trace import Trace, TraceWriter, read_trace
 from headway.tune.replay import World
-from headway.types import DrafterFeedback, Feedback, Forecast, LookupFeedback, Request, SamplingParams, SequenceFeedback, ShadowFeedback
+from headway.types import DrafterFeedback, Feedback, Forecast, LookupFeedback, Request, SequenceFeedback, ShadowFeedback
 from tests.tiny import tiny_model_dir
 
 HEADER = {"engine": "test", "max_k": 4, "drafters": ["suffix"]}

@@ -11,13 +11,14 @@ from headway.cli.main import main
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
+from headway.sampling_params import SamplingParams
 from headway.train import run as train_run
 from headway.train import texts
 from headway.train.options import TrainOptions
 from headway.train.run_record import open_record
 from headway.train.screen import Screen
 from headway.train.trainer import Trainer
-from headway.types import Request, SamplingParams
+from headway.types import Request
 from tests.interrupt import interrupted_after
 from tests.tiny import tiny_model_dir
 

@@ -15,11 +15,12 @@ from headway.config import EngineConfig, SpeculativeConfig
 from headway.drafters.core.confidence_head import ConfidenceHead
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
+from headway.sampling_params import SamplingParams
 from headway.train import confidence
 from headway.train.confidence import HeadTrainer, TrainingError, drafter_of, train
 from headway.train.options import TrainOptions
 from headway.train.screen import Screen
-from headway.types import Draft, Request, SamplingParams, Verdict
+from headway.types import Draft, Request, Verdict
 from tests.drafter_models import noisy_copy
 from tests.heads import eagle3_dir, medusa_dir, mtp_dir
 from tests.interrupt import interrupted_after

@@ -16,7 +16,8 @@ from headway.engine.engine import Engine
 from headway.engine.runner import Runner
 from headway.errors import ConfigError
 from headway.models import attention_native
-from headway.types import Draft, Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Request
 from tests.tiny import tiny_model_dir
 
 NUM_REQUESTS, OUTPUT_LEN, SIZE = 5, 30, 20

@@ -12,7 +12,8 @@ import torch
 from headway.config import SpeculativeConfig
 from headway.engine.sampler import Purpose, token_logprobs, uniforms
 from headway.engine.verify import Verifier, conditional_rates
-from headway.types import Draft, SamplingParams, Sequence
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Sequence
 from tests.sampling import (
     DraftMaker,
     FloatArray,

@@ -12,7 +12,8 @@ from headway.config import SpeculativeConfig
 from headway.engine import verify as verify_module
 from headway.engine.sampler import Purpose, uniforms
 from headway.engine.verify import Verifier
-from headway.types import Draft, SamplingParams, Sequence
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Sequence
 from tests.sampling import (
     DraftMaker,
     FloatArray,

@@ -11,8 +11,9 @@ from headway.bench.load import LoadOptions
 from headway.bench.records import Record, Run, TimeShares
 from headway.engine.engine import Engine
 from headway.errors import InvalidRequestError
+from headway.sampling_params import SamplingParams
 from headway.spec_decode_metrics import SpecDecodeMetrics
-from headway.types import Request, SamplingParams
+from headway.types import Request
 
 Progress = Callable[[int], None]
 """Called with the number of requests that finished since the last call."""

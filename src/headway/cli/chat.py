@@ -12,7 +12,8 @@ from headway.cli.sampling import add_sampling_arguments, sampling_params
 from headway.cli.settings import add_engine_arguments, engine_config
 from headway.cli.terminal import colored, legend
 from headway.errors import InvalidRequestError
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 
 if TYPE_CHECKING:
     from headway.engine.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.cli.flags import add_fields
 from headway.errors import InvalidRequestError
-from headway.types import SamplingParams
+from headway.sampling_params import SamplingParams
 
 HELPS = {
     "presence_penalty": "subtracted from the logit of every token already written, -2 to 2",

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from headway import native
 from headway.native import ops
-from headway.types import SamplingParams, Sequence
+from headway.sampling_params import SamplingParams
+from headway.types import Sequence
 
 CHUNK = 64                              # f32 rows are padded to a multiple of this
 ARGMAX_CHUNKS = (1024, 512, 256, 128)

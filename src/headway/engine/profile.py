@@ -22,7 +22,8 @@ from headway import native
 from headway.control.costs import FORMAT, CostModel, Work
 from headway.engine.parts import EngineParts
 from headway.models import hub
-from headway.types import Draft, Request, Row, SamplingParams, Sequence
+from headway.sampling_params import SamplingParams
+from headway.types import Draft, Request, Row, Sequence
 from headway.version import __version__
 
 BUDGET_S = 3.0            # of measuring; one pass of the smallest size is always made

@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.errors import InvalidRequestError, ModelError
 from headway.models import hub
-from headway.types import SamplingParams
+from headway.sampling_params import SamplingParams
 
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from headway.engine.admission import check_length
 from headway.errors import InvalidRequestError
+from headway.sampling_params import SamplingParams
 from headway.server import access, errors, openapi, protocol
 from headway.server.async_engine import STALL_S, AsyncEngine
 from headway.server.errors import ApiError, shown
@@ -28,7 +29,7 @@ from headway.server.stream import Stream
 from headway.server.streaming import EventStream, JsonInPieces, closing, collect, unless_gone
 from headway.server.text_form import Strict
 from headway.server.writing import Mapped
-from headway.types import Request, SamplingParams
+from headway.types import Request
 from headway.version import __version__
 
 if TYPE_CHECKING:

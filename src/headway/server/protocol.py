@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from headway.errors import InvalidRequestError
+from headway.sampling_params import MAX_LIST, MAX_STOP_STRINGS, MAX_STRING_LENGTH, RequestSpeculation, SamplingParams
 from headway.server.text_form import Strict, Strings, Text, Unsupported, WithForm, accepts
-from headway.types import MAX_LIST, MAX_STOP_STRINGS, MAX_STRING_LENGTH, RequestSpeculation, SamplingParams
 
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1

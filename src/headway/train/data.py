@@ -15,8 +15,9 @@ from typing import Any
 
 from headway.engine.engine import Engine
 from headway.errors import ConfigError, InvalidRequestError
+from headway.sampling_params import SamplingParams
 from headway.train.prompts import UserTurns
-from headway.types import Request, SamplingParams
+from headway.types import Request
 
 _USER_TOKENS = 96
 _USER_TEMPERATURE = 0.8

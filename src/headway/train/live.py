@@ -9,10 +9,11 @@ from pathlib import Path
 
 from headway.config import SpeculativeConfig
 from headway.engine.engine import Engine
+from headway.sampling_params import SamplingParams
 from headway.spec_decode_metrics import SpecDecodeMetrics
 from headway.train.options import TrainOptions
 from headway.train.screen import Screen
-from headway.types import Request, SamplingParams
+from headway.types import Request
 
 NUM_PROMPTS = 8
 NUM_DRAFTS = 4
