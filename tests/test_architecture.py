@@ -21,8 +21,8 @@ MAX_FUNCTION_LINES = 60
 
 # Room -> layer. A room may import rooms of lower layers, and itself.
 LAYERS = {
-    "errors": 1, "types": 1, "sampling_params": 1, "config": 1, "plugins": 1, "spec_decode_metrics": 1, "vllm_words": 1, "version": 1, "json_object": 1,
-    "structured_outputs": 1,
+    "errors": 1, "types": 1, "sampling_params": 1, "config": 1, "plugins": 1, "spec_decode_metrics": 1, "vllm_words": 1, "version": 1,
+    "json_object": 1, "structured_outputs": 1,
     "control": 2, "native": 2,
     "models": 3, "telemetry": 3,
     "drafters": 4,
