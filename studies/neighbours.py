@@ -1,6 +1,6 @@
 """How much is left when other programs keep the cores busy: output tokens/s beside 0, 1, 2 ... of them, in turns.
 
-    python studies/neighbours.py [--neighbours 0 1 2] [--requests 1 8] [--rounds 5] [--output FILE.json]
+    python studies/neighbours.py [--neighbours 0 1 2] [--requests 1 8 32] [--rounds 5] [--output FILE.json]
 
 A neighbour is `while 1: pass` at the same priority. `share` is the speed beside it over the speed alone; `fair` is what the system's
 scheduler owes: all cores while there are enough for everybody's threads, else our threads' part of all threads.
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--output", type=Path)

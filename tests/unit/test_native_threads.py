@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from collections.abc import Iterator
 
@@ -43,7 +44,7 @@ def x() -> torch.Tensor:
 
 def test_the_number_of_threads_changes_no_bit(linear: ops.PackedLinear, x: torch.Tensor) -> None:
     found = []
-    for num in (1, 2, 3, 7, 2, 1):
+    for num in (1, 2, 3, 7, 2, 1, 2):   # threads leave the team and come back
         torch.set_num_threads(num)
         found.append(linear(x))
     assert all(torch.equal(found[0], each) for each in found)
@@ -77,6 +78,28 @@ def test_a_forked_child_has_threads_of_its_own(linear: ops.PackedLinear, x: torc
     torch.set_num_threads(2)
     expected = linear(x)   # the parent's threads are there
     child = multiprocessing.get_context("fork").Process(target=_in_child, args=(linear, x, expected))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def _on_one_core(linear: ops.PackedLinear, x: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.set_num_threads(3)
+    cores = os.sched_getaffinity(0)
+    right = True
+    for usable in ({min(cores)}, cores) * 3:
+        for task in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(task), usable)
+        right &= all(torch.equal(linear(x), expected) for _ in range(50))
+    raise SystemExit(0 if right else 3)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no threads")
+def test_threads_on_the_core_of_the_caller_stand_aside(linear: ops.PackedLinear, x: torch.Tensor) -> None:
+    """All of them on one core, where only the caller takes items, then on all cores again: no bit differs and every call returns."""
+    torch.set_num_threads(1)
+    expected = linear(x)
+    child = multiprocessing.get_context("fork").Process(target=_on_one_core, args=(linear, x, expected))
     child.start()
     child.join(60)
     assert child.exitcode == 0

@@ -1,13 +1,18 @@
+#define _GNU_SOURCE     // sched_getcpu
 #include "parallel.h"
 #include <pthread.h>
+#include <sched.h>
 #include <stddef.h>
 #include <time.h>
 
 // Threads that take items while they run and are waited for only while they hold one. A team with a barrier waits for every thread, also for
 // one that has not been on a core since: with another busy program on the cores that is a time slice at each of some hundred barriers a step.
+// A thread gives its core away only while it holds no item: when the owner of the job runs on the same one, which it would only hold up, and
+// when it has run for a while, so that the scheduler has no cause to take it off in the middle of an item.
 
 enum { MAX_THREADS = 64 };
 static const int64_t SPIN_NS = 200000;      // a thread looks for work so long before it sleeps: longer than what lies between two products
+static const int64_t TURN_NS = 500000;      // then it offers its core to others: less than a time slice, 0.7 ms at the least on Linux
 
 typedef struct { body_fn body; void *context; int32_t num_items, num_threads; } job_record;
 
@@ -15,6 +20,7 @@ static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;    // held by the thre
 static job_record job;
 static uint64_t ticket;         // number << 32 | next item; an even number is a job's, an odd one says that a job is being written
 static int32_t num_done;        // items of the job
+static int32_t owner_core;
 static int32_t num_started;     // threads
 static pthread_mutex_t asleep = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t work_there = PTHREAD_COND_INITIALIZER, job_done = PTHREAD_COND_INITIALIZER;
@@ -25,6 +31,14 @@ static void pause_core(void) {
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
+#endif
+}
+
+static int32_t current_core(void) {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;      // unknown
 #endif
 }
 
@@ -52,16 +66,28 @@ static void take_items(int index) {
     }
 }
 
+static int beside_owner(void) {
+    const int32_t core = current_core();
+    return core >= 0 && core == __atomic_load_n(&owner_core, __ATOMIC_RELAXED);
+}
+
 static void *serve(void *argument) {
     const int index = (int)(intptr_t)argument;
     uint64_t last = 0;
-    int64_t until = now_ns() + SPIN_NS;
+    int64_t until = now_ns() + SPIN_NS, turn_ends = now_ns() + TURN_NS;
     for (int turns = 0;; turns++) {
         const uint64_t number = __atomic_load_n(&ticket, __ATOMIC_ACQUIRE) >> 32;
         if (number != last) {
             last = number;
-            take_items(index);
-            until = now_ns() + SPIN_NS;
+            const int in_the_way = beside_owner();
+            if (!in_the_way) take_items(index);
+            int64_t now = now_ns();
+            if (in_the_way || now > turn_ends) {
+                sched_yield();
+                now = now_ns();
+                turn_ends = now + TURN_NS;
+            }
+            until = now + SPIN_NS;
         } else if (turns % 32 == 0 && now_ns() > until) {
             pthread_mutex_lock(&asleep);
             __atomic_add_fetch(&num_asleep, 1, __ATOMIC_SEQ_CST);
@@ -121,6 +147,7 @@ void run_parallel(body_fn body, void *context, int64_t num_items, int num_thread
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
     job = (job_record){body, context, (int32_t)num_items, num_threads};
     num_done = 0;
+    __atomic_store_n(&owner_core, current_core(), __ATOMIC_RELAXED);
     __atomic_store_n(&ticket, (number + 2) << 32, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&num_asleep, __ATOMIC_SEQ_CST)) {
         pthread_mutex_lock(&asleep);
