@@ -46,7 +46,7 @@ def products_ms(models: dict[str, Decoder], rounds: int) -> dict[str, dict[str, 
             for way, model in models.items():
                 began = time.perf_counter()
                 for layer in model.layers:
-                    layer.qkv(hidden), layer.o(wide), layer.gate_up(hidden), layer.down(inner)
+                    layer.qkv(hidden), layer.o(wide), layer.mlp.gate_up(hidden), layer.mlp.down(inner)
                 model.logits(hidden)
                 times[way].append((time.perf_counter() - began) * 1e3)
         found[str(rows)] = {way: statistics.median(mine[1:]) for way, mine in times.items()}

@@ -60,7 +60,7 @@ def measure(model_name: str, dtype: str, context: int, seconds: float) -> dict[s
 
         def products(hidden: Any = hidden, wide: Any = wide, inner: Any = inner) -> None:
             for layer in model.layers:
-                layer.qkv(hidden), layer.o(wide), layer.gate_up(hidden), layer.down(inner)
+                layer.qkv(hidden), layer.o(wide), layer.mlp.gate_up(hidden), layer.mlp.down(inner)
             model.logits(hidden)
 
         def attention(rows: Any = rows, positions: Any = positions, n: int = n, heads: int = heads) -> None:

@@ -40,9 +40,29 @@ FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False, "attention_bias": False},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 20, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {
+        "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 20, "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0, "sliding_window_pattern": 2, "pad_token_id": 0,
+    },
+    "phi3": {"pad_token_id": 0},
+    "olmo2": {"tie_word_embeddings": False},
+    "granite": {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+        "attention_bias": False, "mlp_bias": False,
+    },
+    "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True, "pad_token_id": 0},
+    "mimo": {"use_sliding_window": False},
 }
 ARCHITECTURE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM", "glm4": "Glm4ForCausalLM", "mimo": "MiMoForCausalLM",
+}
+_GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = {
+    "gemma2": _GEMMA_NORMS, "gemma3_text": _GEMMA_NORMS, "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
 }
 
 
@@ -80,8 +100,8 @@ def random_weights(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dic
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q_size, kv_size = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     kind = config["model_type"]
-    qkv_bias = kind == "qwen2" or config.get("attention_bias", False)
-    o_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+    qkv_bias = kind in ("qwen2", "mimo") or config.get("attention_bias", False)
+    o_bias, mlp_bias = config.get("attention_bias", False) and kind != "glm4", config.get("mlp_bias", False)
     state: dict[str, torch.Tensor] = {}
 
     def matrix(name: str, rows: int, columns: int, bias: bool = False, gain: float = 1.5) -> None:
@@ -90,21 +110,22 @@ def random_weights(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dic
             state[f"{name}.bias"] = torch.randn(rows, generator=random) * 0.2
 
     def norm(name: str, size: int) -> None:
-        state[f"{name}.weight"] = 1.0 + 0.2 * torch.randn(size, generator=random)
+        state[f"{name}.weight"] = (0.0 if kind.startswith("gemma") else 1.0) + 0.2 * torch.randn(size, generator=random)
 
     matrix("model.embed_tokens", config["vocab_size"], hidden, gain=2.0)
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
-        norm(f"{layer}.input_layernorm", hidden)
-        norm(f"{layer}.post_attention_layernorm", hidden)
-        for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)):
+        for name in NORMS.get(kind, ("input_layernorm", "post_attention_layernorm")):
+            norm(f"{layer}.{name}", hidden)
+        parts = (("qkv_proj", q_size + 2 * kv_size),) if kind == "phi3" else (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        for name, size in parts:
             matrix(f"{layer}.self_attn.{name}", size, hidden, qkv_bias)
         matrix(f"{layer}.self_attn.o_proj", hidden, q_size, o_bias)
-        if kind == "qwen3":
-            norm(f"{layer}.self_attn.q_norm", head_dim)
-            norm(f"{layer}.self_attn.k_norm", head_dim)
-        matrix(f"{layer}.mlp.gate_proj", inner, hidden, mlp_bias)
-        matrix(f"{layer}.mlp.up_proj", inner, hidden, mlp_bias)
+        if kind in ("qwen3", "gemma3_text", "olmo2"):
+            norm(f"{layer}.self_attn.q_norm", q_size if kind == "olmo2" else head_dim)
+            norm(f"{layer}.self_attn.k_norm", kv_size if kind == "olmo2" else head_dim)
+        for name in ("gate_up_proj",) if kind in ("phi3", "glm4") else ("gate_proj", "up_proj"):
+            matrix(f"{layer}.mlp.{name}", inner * (2 if name == "gate_up_proj" else 1), hidden, mlp_bias)
         matrix(f"{layer}.mlp.down_proj", hidden, inner, mlp_bias)
     norm("model.norm", hidden)
     if not config["tie_word_embeddings"]:

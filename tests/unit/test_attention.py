@@ -177,7 +177,7 @@ def test_large_scores_survive_bf16() -> None:
     scores = q.double() @ keys.double().transpose(1, 2) / 8
     assert scores.abs().max() > 300
     expected = scores.softmax(-1) @ values.double()
-    error = (attention_tiles._attention(q, keys, values, mask).double() - expected).abs().max()
+    error = (attention_tiles._attention(q, keys, values, mask, 1 / 8).double() - expected).abs().max()
     rounded = (scores.to(torch.bfloat16).double().softmax(-1) @ values.double() - expected).abs().max()
     assert error < 0.05 < rounded
 
@@ -223,7 +223,7 @@ def test_pages_as_a_ragged_kernel_sees_them(window: int | None) -> None:
     q = torch.randn(15, 6, 8, generator=generator)
     pages = torch.randn(4, 6, 16 * 8, generator=generator)
 
-    def literal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ragged: Any, window: int | None) -> torch.Tensor:
+    def literal(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ragged: Any, window: int | None, scale: float) -> torch.Tensor:
         out = torch.empty_like(q)
         for row, context in enumerate(ragged.contexts.tolist()):
             begin, end = ragged.q_ends[row:row + 2].tolist()
@@ -233,11 +233,11 @@ def test_pages_as_a_ragged_kernel_sees_them(window: int | None) -> None:
                 seen = slots[max(0, own + 1 - window) if window else 0:own + 1]
                 for head in range(6):
                     k, v = (torch.stack([side[block, offset, head // 3] for block, offset in seen]) for side in (keys, values))
-                    out[token, head] = (k @ q[token, head] / 8**0.5).softmax(0) @ v
+                    out[token, head] = (k @ q[token, head] * scale).softmax(0) @ v
         return out
 
-    found = attention_cuda.run(literal, q, pages, attention_cuda.Ragged.make(rows, 16, "cpu"), window)
-    assert torch.allclose(found, attention_tiles._attend_alone(q, pages, rows, window), atol=1e-5)
+    found = attention_cuda.run(literal, q, pages, attention_cuda.Ragged.make(rows, 16, "cpu"), window, 0.4)
+    assert torch.allclose(found, attention_tiles._attend_alone(q, pages, rows, window, 0.4), atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -157,7 +157,7 @@ def test_a_head_s_own_products_are_8_bit_integers(target: Decoder, tmp_path: Pat
     network, shared = eagle3(target, tmp_path / "own"), load_eagle(eagle1_dir(tmp_path / "shared", target.directory, **INNER), target)
     layer, fused = network.layers[0], network.wiring.fuse
     assert fused is not None
-    products = [fused.packed, network.lm_head.packed, layer.qkv.packed, layer.o.packed, layer.gate_up.packed, layer.down.packed]
+    products = [fused.packed, network.lm_head.packed, layer.qkv.packed, layer.o.packed, layer.mlp.gate_up.packed, layer.mlp.down.packed]
     assert all(product is not None and product.scales is not None for product in products)
     assert shared.lm_head.packed is not None
     assert shared.lm_head.packed.scales is None

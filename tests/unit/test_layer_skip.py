@@ -52,7 +52,7 @@ def make_early(engine: Engine, useful: int, strength: float = 0.02) -> None:
     """Layers from `useful` on add hardly anything, so exits from there on are mostly right."""
     for layer in engine.model.layers[useful:]:
         scale(layer.o, strength)
-        scale(layer.down, strength)
+        scale(layer.mlp.down, strength)
 
 
 def drafter_of(engine: Engine) -> LayerSkip:
@@ -146,7 +146,7 @@ def test_by_context_it_takes_the_first_exit_that_is_mostly_right(target: Path, t
 def test_a_target_no_exit_of_which_is_right_is_left_alone(target: Path) -> None:
     engine, plain = build(target, {"method": "layer_skip", "num_speculative_tokens": K}), build(target, None)
     for each in (engine, plain):
-        scale(each.model.layers[-1].down, 50.0)   # all is decided in the last layer
+        scale(each.model.layers[-1].mlp.down, 50.0)   # all is decided in the last layer
     assert write(engine, requests(max_tokens=60)) == write(plain, requests(max_tokens=60))
     found = engine.metrics.speculation().get("layer_skip")
     assert found is None or found.num_draft_tokens < 10

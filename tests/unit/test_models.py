@@ -32,9 +32,18 @@ def our_logits(model: Decoder, token_ids: list[int]) -> torch.Tensor:
 def reference_logits(directory: Path, token_ids: list[int]) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    config = reference_config(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0]
+
+
+def reference_config(directory: Path) -> Any:
+    """None: as it is. MiMo's network is Qwen2's, and transformers does not know its name."""
+    from transformers import Qwen2Config
+
+    values = json.loads((directory / "config.json").read_text())
+    return Qwen2Config(**{**values, "model_type": "qwen2"}) if values["model_type"] == "mimo" else None
 
 
 def random_ids(count: int, vocab_size: int, seed: int = 0) -> list[int]:
@@ -43,6 +52,13 @@ def random_ids(count: int, vocab_size: int, seed: int = 0) -> list[int]:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def longrope(num_frequencies: int) -> dict[str, Any]:
+    factors = {name: [1.0 + step * i for i in range(num_frequencies)] for name, step in (("short_factor", 0.05), ("long_factor", 0.5))}
+    return {"type": "longrope", **factors}
+
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-untied": ("llama", {"tie_word_embeddings": False}),
@@ -60,6 +76,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window-on-upper-layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3-untied": ("qwen3", {"tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-linear": ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 24, "tie_word_embeddings": False}),
+    "phi3-longrope": ("phi3", {"rope_scaling": longrope(8), "original_max_position_embeddings": 64}),
+    "phi3-longrope-of-part-of-a-head": (
+        "phi3", {"rope_scaling": longrope(6), "original_max_position_embeddings": 64, "partial_rotary_factor": 0.75},
+    ),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "glm4": ("glm4", {}),
+    "glm4-no-biases": ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0, "tie_word_embeddings": False}),
+    "mimo": ("mimo", {}),
 }
 
 
@@ -72,6 +104,7 @@ def test_logits_equal_the_reference(tmp_path: Path, variant: str) -> None:
     ours = our_logits(load_model(str(directory), dtype="float32", device="cpu"), token_ids)
     assert reference.std() > 0.5
     assert (ours - reference).abs().max() < 1e-4
+    assert torch.equal(ours.argmax(-1), reference.argmax(-1))
 
 
 def test_equal_weights_in_shards(tmp_path: Path) -> None:
@@ -110,7 +143,7 @@ def change_config(directory: Path, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"model_type": "gpt_neox"}, "unknown model_type 'gpt_neox'.* Accepted: llama, mistral, qwen2, qwen3"),
+    ({"model_type": "gpt_neox"}, "unknown model_type 'gpt_neox'.* Accepted: .*llama, mimo, mistral"),
     ({"model_type": "qwen3_moe"}, "Did you mean 'qwen3'"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq weights are not supported. Supported: float32"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported. Supported: silu"),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from headway import native
 from headway.models.attention_native import NativePlan
 from headway.models.attention_plan import Tree
-from headway.models.layers import Layer
+from headway.models.layers import Layer, Scores
 from headway.models.rope import Rope
 from headway.native import ops
 from headway.types import depths_of
@@ -117,17 +117,19 @@ class Problem:
         self.tables = [[blocks.pop() for _ in range(count)] for count in counts]
         self.free = blocks
         self.pages = torch.full((sum(counts) + 2, kv_heads, 2, block_size * head_dim), math.nan).to(dtype)
-        self.rope = Rope(1e4 ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.25)
+        self.rope, self.rotation = Rope(1e4 ** (-torch.arange(0, head_dim, 2).float() / head_dim), 1.25), 0
         norms = [torch.rand(head_dim, generator=random).to(dtype) + 0.5 for _ in range(2)] if q_norm else None
-        self.layer: Any = Layer(*[None] * 9)  # type: ignore[arg-type]
+        self.layer: Any = Layer(*[None] * 7)  # type: ignore[arg-type]
         if norms:
             from headway.models.layers import RMSNorm
 
             self.layer.q_norm, self.layer.k_norm = (RMSNorm(weight, 1e-5) for weight in norms)
 
-    def step(self, library: native.Library, rows: list[tuple[int, int, int]], window: int | None = None) -> list[torch.Tensor]:
+    def step(
+        self, library: native.Library, rows: list[tuple[int, int, int]], window: int | None = None, scores: Scores | None = None
+    ) -> list[torch.Tensor]:
         """rows: (sequence, start, length) -> attention of each, [length, heads, head_dim]."""
-        self.layer.window = window
+        self.layer.scores, self.layer.rotation = scores or Scores(window), self.rotation
         plan = NativePlan([(self.tables[i], start, length) for i, start, length in rows], self.block_size, library)
         plan.begin(torch.cat([torch.arange(start, start + length) for _, start, length in rows]), self.rope, self.dtype)
         qkv = torch.cat([self.qkv[i][start : start + length] for i, start, length in rows])
@@ -135,26 +137,32 @@ class Problem:
         out = plan.attend(qkv, self.layer, self.pages)
         return list(out.view(-1, self.heads, self.head_dim).split([length for *_, length in rows]))
 
-    def expected(self, sequence: int, window: int | None) -> torch.Tensor:
+    def expected(self, sequence: int, window: int | None, scores: Scores | None = None) -> torch.Tensor:
         """Of the whole sequence, in float64; rotated queries and keys are rounded to the type, as in the cache."""
+        rule = scores or Scores(window)
         x = self.qkv[sequence].double()
         n, half = len(x), self.head_dim // 2
         q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.layer.q_norm is not None:
             q, k = (
-                y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.double()
+                y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (norm.weight.double() + norm.offset)
                 for y, norm in ((q, self.layer.q_norm), (k, self.layer.k_norm))
             )
-        cos, sin = (table.double()[:, None] for table in self.rope.angles(torch.arange(n)))
+        angles = self.rope.angles(torch.arange(n))
+        cos, sin = (table.double().chunk(self.rope.rotations, -1)[self.rotation][:, None] for table in angles)
         q, k = (torch.cat([y[..., :half] * cos - y[..., half:] * sin, y[..., half:] * cos + y[..., :half] * sin], -1) for y in (q, k))
         q, k = q.to(self.dtype).double(), k.to(self.dtype).double()
         k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / self.head_dim**0.5
+        found = torch.einsum("qhd,khd->hqk", q, k) * (rule.scale or self.head_dim**-0.5)
+        found = rule.softcap * (found / rule.softcap).tanh() if rule.softcap else found
         own, key = torch.arange(n)[:, None], torch.arange(n)
         hidden = key > own
-        if window is not None:
-            hidden |= key <= own - window
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+        if rule.window is not None:
+            hidden |= key <= own - rule.window
+        found = found.masked_fill(hidden, -math.inf)
+        if rule.sinks is not None:
+            found = torch.cat([found, rule.sinks.double()[:, None, None].expand(-1, n, 1)], -1)
+        return torch.einsum("hqk,khd->qhd", found.softmax(-1)[..., :n], v)
 
 
 shapes = st.fixed_dictionaries({
@@ -188,6 +196,20 @@ def test_attention(
         error = (torch.cat(found[i]).double() - problem.expected(i, window)).abs().max()
         assert error < TOLERANCE[dtype] * (2 if q_norm else 1)
     assert problem.pages[problem.free].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("softcap", "sinks", "window"), [(3.0, False, None), (0.0, True, 40), (2.0, True, None)])
+def test_scores_by_other_rules(library: native.Library, dtype: torch.dtype, softcap: float, sinks: bool, window: int | None) -> None:
+    """Soft caps, sinks, another scale, norms with an offset, and the second of two rotations that leaves some pairs alone."""
+    problem = Problem({"group": 3, "kv_heads": 2, "head_dim": 64, "block_size": 16}, [300], dtype, seed=1, q_norm=True)
+    for norm in (problem.layer.q_norm, problem.layer.k_norm):
+        norm.offset = 0.25
+    partial = problem.rope.inv_freq * (torch.arange(32) < 24)
+    problem.rope, problem.rotation = Rope(torch.cat([problem.rope.inv_freq * 0.3, partial]), 1.25, 2), 1
+    scores = Scores(window, 0.2, softcap, torch.linspace(-3, 8, 6) if sinks else None)
+    found = [problem.step(library, [(0, start, length)], scores=scores)[0] for start, length in ((0, 280), (280, 1), (281, 19))]
+    assert (torch.cat(found).double() - problem.expected(0, window, scores)).abs().max() < 2 * TOLERANCE[dtype]
 
 
 @EXAMPLES
@@ -300,7 +322,7 @@ def test_attention_refuses_what_it_was_not_planned_for(library: native.Library) 
 @given(
     num_tokens=st.integers(1, 70), size_in=st.integers(1, 90).map(lambda n: 2 * n) | st.integers(1, 6).map(lambda n: 32 * n),
     size_out=st.integers(1, 5).map(lambda n: 64 * n),
-    bias=st.booleans(), kind=st.sampled_from(["plain", "residual", "gated"]), strided=st.booleans(),
+    bias=st.booleans(), kind=st.sampled_from(["plain", "residual", *ops.GATES]), strided=st.booleans(),
     weights=st.sampled_from(["float32", "bfloat16", "int8"]), seed=st.integers(0, 99),
 )
 def test_linear(
@@ -323,13 +345,13 @@ def test_linear(
         assert ((kept - weight.double()).abs() <= 0.501 * largest / 127).all()
     expected = x.double() @ kept.T + (added.double() if added is not None else 0)
     slack = torch.tensor((1e-6 if weights == "float32" else 1e-3) * size_in**0.5)
-    if kind == "gated":
+    if kind in ops.GATES:
         gate, up = expected.chunk(2, -1)
-        expected = gate * gate.sigmoid() * up
+        expected = (torch.nn.functional.silu(gate) if kind == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")) * up
         slack = slack if weights == "bfloat16" else slack * (1 + gate.abs() + up.abs())   # an error of x comes through either factor
     if residual is not None:
         expected = expected + residual.double()
-    found = ops.PackedLinear(library, weight, added, gated=kind == "gated", int8=int8)(x, residual)
+    found = ops.PackedLinear(library, weight, added, gate=kind if kind in ops.GATES else None, int8=int8)(x, residual)
     assert ((found.double() - expected).abs() <= (1e-5 if weights == "float32" else 0.005) * expected.abs() + slack).all()
 
 
@@ -389,14 +411,31 @@ def test_linear_refuses_wrong_shapes(library: native.Library) -> None:
 def test_rms_norm(library: native.Library, dtype: torch.dtype, num_tokens: int, width: int) -> None:
     x, weight = (torch.randn(num_tokens, width) * 3).to(dtype), torch.randn(width).to(dtype)
     y = x.double()
-    expected = y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    error = (ops.rms_norm(library, x, weight, 1e-5).double() - expected).abs() / (1 + expected.abs())
-    assert error.max() < {torch.float32: 1e-6, torch.bfloat16: 0.004, torch.float16: 0.0006}[dtype]
+    for offset in (0.0, 1.0):
+        expected = y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + offset)
+        error = (ops.rms_norm(library, x, weight, 1e-5, offset).double() - expected).abs() / (1 + expected.abs())
+        assert error.max() < {torch.float32: 1e-6, torch.bfloat16: 0.004, torch.float16: 0.0006}[dtype]
     for bad, wrong in ((x[:, :-1], weight[:-1]), (x, weight[:-1]), (x, weight.double()), (x.T.contiguous().T, weight)):
         if bad.is_contiguous() and bad.shape[1:] == wrong.shape and bad.dtype == wrong.dtype and not width % 16 and bad.shape == x.shape:
             continue
         with pytest.raises(ValueError, match="rms_norm takes"):
             ops.rms_norm(library, bad, wrong, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "width"), [(1, 1), (3, 320), (5, 1003)])
+def test_softcap(library: native.Library, dtype: torch.dtype, num_tokens: int, width: int) -> None:
+    x = (torch.randn(num_tokens, width) * 60).to(dtype)
+    expected = 30 * (x.double() / 30).tanh()
+    error = (ops.softcap_(library, x.clone(), 30.0).double() - expected).abs() / (1 + expected.abs())
+    assert error.max() < {torch.float32: 1e-5, torch.bfloat16: 0.004, torch.float16: 0.0006}[dtype]
+    alone = torch.cat([ops.softcap_(library, row[None].clone(), 30.0) for row in x])
+    assert torch.equal(alone, ops.softcap_(library, x.clone(), 30.0))
+    for bad, softcap in ((x.T, 30.0), (x[0], 30.0), (x, 0.0)):
+        if bad.dim() == 2 and bad.is_contiguous() and softcap:
+            continue
+        with pytest.raises(ValueError, match="softcap takes"):
+            ops.softcap_(library, bad, softcap)
 
 
 @EXAMPLES

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headway import native
 from headway.models.attention_native import NativePlan
-from headway.models.layers import Layer
+from headway.models.layers import Layer, Scores
 from headway.models.rope import Rope
 
 BUILT = [variant for variant in native.supported_variants() if native.library_path(variant).exists()]
@@ -72,7 +72,7 @@ def step(
     plan = NativePlan(rows, BLOCK_SIZE, library)
     plan.begin(torch.cat([torch.arange(start, start + length) for _, start, length in rows]), ROPE, pages.dtype)
     qkv = torch.ones(plan.num_tokens, (group + 2) * KV_HEADS, HEAD_DIM, dtype=pages.dtype)
-    layer: Any = Layer(*[None] * 9)  # type: ignore[arg-type]
-    layer.window = window
+    layer: Any = Layer(*[None] * 7)  # type: ignore[arg-type]
+    layer.scores, layer.rotation = Scores(window), 0
     plan.write(qkv, layer, pages)
     return plan.attend(qkv, layer, pages)

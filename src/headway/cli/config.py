@@ -18,6 +18,7 @@ from headway.config import EngineConfig
 from headway.server.options import ServerOptions
 
 if TYPE_CHECKING:
+    from headway.models.config import ModelConfig
     from headway.models.decoder import Decoder
 
 EPILOG = """examples:
@@ -85,12 +86,25 @@ def _resolved(config: EngineConfig, settings: list[Setting]) -> list[Setting]:
             value, source = found[setting.name]
             setting = replace(setting, value=value, source=source)
         result.append(setting)
-    result += [Setting("native_kernels", *_kernels(device.type)), Setting("model_directory", str(directory), "model")]
+    result += [Setting("native_kernels", *_kernels(device.type)), Setting("layers_in_one_call", *_stack(shape, device.type))]
+    result += [Setting("model_directory", str(directory), "model")]
     shares = {"target.kv_cache_bytes": memory.target_kv_bytes}
     for name, taken in drafters.items():
         if taken.weight_bytes or taken.kv_bytes_per_block:
             shares |= {f"{name}.kv_cache_bytes": memory.drafter_kv_bytes[name], f"{name}.weight_bytes": taken.weight_bytes}
     return result + [Setting(f"memory.{name}", value, "machine") for name, value in shares.items()] if len(shares) > 1 else result
+
+
+def _stack(shape: ModelConfig, device_type: str) -> tuple[bool, str]:
+    """Whether the compiled kernels run all layers in one call, and why not; else they are called one by one."""
+    from headway import native
+    from headway.models.stack_native import missing
+
+    chosen = native.choose().library
+    if device_type != "cpu" or chosen is None or not chosen.linear_panel:
+        return False, "no compiled products here"
+    lacking = missing(shape)
+    return lacking is None, "model" if lacking is None else f"the model has {lacking}"
 
 
 def _kernels(device_type: str) -> tuple[str, str]:

@@ -75,7 +75,8 @@ class Engine:
         cores.set_threads(config.num_threads)
         self.config = config
         self.model = model or load_model(
-            config.model, dtype=config.dtype, device=config.device, quantization=config.quantization, progress=progress
+            config.model, dtype=config.dtype, device=config.device, quantization=config.quantization,
+            max_model_len=config.max_model_len, progress=progress,
         )
         self.tokenizer = Tokenizer(self.model.directory)
         self.sampling_defaults = sampling_defaults(config.model, self.model.config.generation)   # for who asks for none

@@ -55,30 +55,30 @@ class Ragged:
         return cls(send(ends), send(contexts), send(table), int(lengths.max()), int(contexts.max()))
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Ragged, "int | None"], Tensor]
-"""(q [tokens, heads, head_dim], keys, values [blocks, block_size, kv_heads, head_dim], rows, window) -> shaped like q"""
+Kernel = Callable[[Tensor, Tensor, Tensor, Ragged, "int | None", float], Tensor]
+"""(q [tokens, heads, head_dim], keys, values [blocks, block_size, kv_heads, head_dim], rows, window, scale) -> shaped like q"""
 
 
-Reference = Callable[[Tensor, Tensor, Sequence[tuple[list[int], int, int]], "int | None"], Tensor]
-"""(q, pages, rows, window) -> [tokens, heads * head_dim]: the judge of the kernels"""
+Reference = Callable[[Tensor, Tensor, Sequence[tuple[list[int], int, int]], "int | None", float], Tensor]
+"""(q, pages, rows, window, scale) -> [tokens, heads * head_dim]: the judge of the kernels"""
 
 
-def attend(q: Tensor, pages: Tensor, rows: Ragged, window: int | None, reference: Reference) -> Tensor | None:
+def attend(q: Tensor, pages: Tensor, rows: Ragged, window: int | None, scale: float, reference: Reference) -> Tensor | None:
     """As `attention.attend`; None when there is no kernel for this device and shape."""
     head_dim = q.shape[2]
-    kernel = _kernel(q.device, q.dtype, q.shape[1], pages.shape[0] // 2, head_dim, pages.shape[2] // head_dim, window, reference)
-    return None if kernel is None else run(kernel, q, pages, rows, window)
+    kernel = _kernel(q.device, q.dtype, q.shape[1], pages.shape[0] // 2, head_dim, pages.shape[2] // head_dim, window, scale, reference)
+    return None if kernel is None else run(kernel, q, pages, rows, window, scale)
 
 
-def run(kernel: Kernel, q: Tensor, pages: Tensor, rows: Ragged, window: int | None) -> Tensor:
+def run(kernel: Kernel, q: Tensor, pages: Tensor, rows: Ragged, window: int | None, scale: float) -> Tensor:
     keys, values = pages.view(2, -1, pages.shape[1], pages.shape[2] // q.shape[2], q.shape[2]).permute(0, 2, 3, 1, 4)
-    return kernel(q, keys, values, rows, window).reshape(q.shape[0], -1)
+    return kernel(q, keys, values, rows, window, scale).reshape(q.shape[0], -1)
 
 
 @lru_cache
 def _kernel(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int, window: int | None,
-    reference: Reference,
+    scale: float, reference: Reference,
 ) -> Kernel | None:
     """The first installed kernel that computes this kind of problem correctly on this device."""
     if dtype == torch.float32:
@@ -88,10 +88,10 @@ def _kernel(
     listed = [(blocks[::-1], 280, 1), (blocks, 250, 7), (blocks, 0, 90)]
     q = torch.randn(98, heads, head_dim, generator=random, device=device).to(dtype)
     pages = torch.randn(2 * kv_heads, len(blocks), block_size * head_dim, generator=random, device=device).to(dtype)
-    expected = reference(q, pages, listed, window)
+    expected = reference(q, pages, listed, window, scale)
     for kernel in (_varlen, _flashinfer):
         try:
-            found = run(kernel, q, pages, Ragged.make(listed, block_size, device), window)
+            found = run(kernel, q, pages, Ragged.make(listed, block_size, device), window, scale)
         except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError):
             continue
         if torch.allclose(found.float(), expected.float(), rtol=0.02, atol=0.02):
@@ -99,25 +99,25 @@ def _kernel(
     return None
 
 
-def _varlen(q: Tensor, keys: Tensor, values: Tensor, rows: Ragged, window: int | None) -> Tensor:
+def _varlen(q: Tensor, keys: Tensor, values: Tensor, rows: Ragged, window: int | None, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(
-        q, keys, values, rows.q_ends, None, rows.max_length, rows.max_context,
+        q, keys, values, rows.q_ends, None, rows.max_length, rows.max_context, scale=scale,
         window_size=(-1 if window is None else window - 1, 0), enable_gqa=True, seqused_k=rows.contexts, block_table=rows.table,
     )
     assert isinstance(out, Tensor)
     return out
 
 
-def _flashinfer(q: Tensor, keys: Tensor, values: Tensor, rows: Ragged, window: int | None) -> Tensor:
+def _flashinfer(q: Tensor, keys: Tensor, values: Tensor, rows: Ragged, window: int | None, scale: float) -> Tensor:
     wrapper = rows.prepared.get(window)
     if wrapper is None:
-        wrapper = rows.prepared[window] = _flashinfer_plan(q, keys, rows, window)
+        wrapper = rows.prepared[window] = _flashinfer_plan(q, keys, rows, window, scale)
     return wrapper.run(q, (keys, values))  # type: ignore[no-any-return]
 
 
-def _flashinfer_plan(q: Tensor, keys: Tensor, rows: Ragged, window: int | None) -> Any:
+def _flashinfer_plan(q: Tensor, keys: Tensor, rows: Ragged, window: int | None, scale: float) -> Any:
     if importlib.util.find_spec("flashinfer") is None:
         raise ImportError("flashinfer")
     import flashinfer
@@ -130,7 +130,7 @@ def _flashinfer_plan(q: Tensor, keys: Tensor, rows: Ragged, window: int | None) 
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(q.device), "NHD")
     wrapper.plan(
         rows.q_ends, ends, rows.table[used], (rows.contexts - 1) % block_size + 1, q.shape[1], keys.shape[2], q.shape[2], block_size,
-        causal=True, window_left=-1 if window is None else window - 1, q_data_type=q.dtype,
+        causal=True, window_left=-1 if window is None else window - 1, sm_scale=scale, q_data_type=q.dtype,
     )
     return wrapper
 

@@ -88,16 +88,20 @@ class NativePlan(AttentionPlan):
     def write(self, qkv: Tensor, layer: Layer, pages: Tensor) -> None:
         _, rotate = self.arguments(qkv, pages)
         rotate.qkv, rotate.pages = qkv.data_ptr(), pages.data_ptr()
+        rotate.cos, rotate.sin = (table.data_ptr() + 2 * qkv.shape[2] * layer.rotation for table in self.angles)   # of head_dim / 2 floats
         if layer.q_norm is not None and layer.k_norm is not None:
             rotate.q_norm, rotate.k_norm = layer.q_norm.weight.data_ptr(), layer.k_norm.weight.data_ptr()
-            rotate.eps = layer.q_norm.eps
+            rotate.eps, rotate.offset = layer.q_norm.eps, layer.q_norm.offset
         self.library.function("rotate", qkv.dtype)(ctypes.byref(rotate))
 
     def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
         attention, _ = self.arguments(qkv, pages)
         out = qkv.new_empty(self.num_tokens, attention.heads * attention.head_dim)
         attention.q, attention.out, attention.pages = qkv.data_ptr(), out.data_ptr(), pages.data_ptr()
-        attention.window = layer.window or 0
+        scores = layer.scores
+        attention.window, attention.softcap = scores.window or 0, scores.softcap
+        attention.scale = qkv.shape[2] ** -0.5 if scores.scale is None else scores.scale
+        attention.sinks = None if scores.sinks is None else scores.sinks.data_ptr()
         self.library.function("attention", qkv.dtype)(ctypes.byref(attention))
         return out
 
@@ -123,13 +127,15 @@ class NativePlan(AttentionPlan):
         heads, threads, num_angles = all_heads - 2 * kv_heads, torch.get_num_threads(), len(self.positions)
         tiles = sum(-(-length * (heads // kv_heads) // self.library.tile_rows) for length in self.rows[2::3])
         self.slots, self.tasks = array("q", bytes(8 * num_tokens)), array("i", bytes(16 * (tiles * kv_heads + TASKS_PER_THREAD * threads)))
-        self.angles = torch.empty(2, num_angles, head_dim // 2)
+        num_freqs = len(self.rope.inv_freq)
+        if num_freqs != self.rope.rotations * head_dim // 2:
+            raise ValueError(f"{num_freqs} frequencies for {self.rope.rotations} rotations of heads of {head_dim} dimensions")
+        self.angles = torch.empty(2, num_angles, num_freqs)
         tables, rows, slots, tasks = (each.buffer_info()[0] for each in (self.tables, self.rows, self.slots, self.tasks))
-        cos, half = self.angles.data_ptr(), head_dim // 2
-        sin = cos + 4 * num_angles * half
+        cos, sin = (table.data_ptr() for table in self.angles)
         plan = PlanArgs(
             tables=tables, rows=rows, positions=self.positions.data_ptr(), inv_freq=self.rope.inv_freq.data_ptr(), slots=slots, cos=cos,
-            sin=sin, tasks=tasks, num_rows=self.num_rows, table_width=self.table_width, num_angles=num_angles, half=half, heads=heads,
+            sin=sin, tasks=tasks, num_rows=self.num_rows, table_width=self.table_width, num_angles=num_angles, half=num_freqs, heads=heads,
             kv_heads=kv_heads, block_size=self.block_size, num_threads=threads, factor=self.rope.factor,
         )
         self.library.plan(ctypes.byref(plan))
@@ -140,7 +146,9 @@ class NativePlan(AttentionPlan):
         )
         if self.trees is not None:
             attention.trees, attention.parents = self.trees.buffer_info()[0], self.parents.buffer_info()[0]
-        return attention, RotateArgs(cos=cos, sin=sin, slots=slots, num_tokens=num_tokens, stride=qkv.stride(0), **shared)
+        return attention, RotateArgs(
+            cos=cos, sin=sin, slots=slots, num_tokens=num_tokens, stride=qkv.stride(0), angle_stride=num_freqs, **shared
+        )
 
 
 def make_plan(

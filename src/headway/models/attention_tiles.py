@@ -25,7 +25,7 @@ from headway.models import attention_cuda
 from headway.models.attention_cuda import Ragged
 from headway.models.attention_plan import AttentionPlan, Pages, Row, Tree
 from headway.models.config import ModelConfig
-from headway.models.layers import Layer
+from headway.models.layers import Layer, Scores
 from headway.models.rope import Rope, rotate_, rotation
 
 CHUNK = 128
@@ -107,7 +107,7 @@ class TilePlan(AttentionPlan):
     slots    int64 [num_tokens]: cache slot of every token, in the order of the pass
     stale    None, or int64 [n]: slots of blocks begun in this pass that are not written yet. They are zeroed: a block from the
              pool may hold anything, and 0 * NaN is NaN
-    cos, sin [num_tokens, 1, head_dim], see `rotation`
+    rotations   by rotation (cos, sin), each [num_tokens, 1, head_dim], see `rotation`
     """
 
     tiles: list[Tile]
@@ -116,28 +116,25 @@ class TilePlan(AttentionPlan):
     order: Tensor | None
     inverse: Tensor | None
     ragged: Ragged | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+    rotations: Sequence[tuple[Tensor, Tensor]] = ()
 
     def begin(self, positions: Tensor, rope: Rope, dtype: torch.dtype) -> None:
-        self.cos, self.sin = rotation(positions, rope, dtype)
+        self.rotations = rotation(positions, rope, dtype)
 
     def write(self, qkv: Tensor, layer: Layer, pages: Tensor) -> None:
-        assert self.cos is not None
-        assert self.sin is not None
         kv_heads = pages.shape[0] // 2
         heads = qkv.shape[1] - 2 * kv_heads
         if layer.q_norm is not None and layer.k_norm is not None:
             qkv[:, :heads] = layer.q_norm(qkv[:, :heads])
             qkv[:, heads:heads + kv_heads] = layer.k_norm(qkv[:, heads:heads + kv_heads])
-        rotate_(qkv[:, :heads + kv_heads], self.cos, self.sin)
+        rotate_(qkv[:, :heads + kv_heads], *self.rotations[layer.rotation])
         flat = pages.view(2 * kv_heads, -1, qkv.shape[2])
         if self.stale is not None:
             flat.index_fill_(1, self.stale, 0.0)
         flat.index_copy_(1, self.slots, qkv[:, heads:].transpose(0, 1))
 
     def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
-        return attend(qkv[:, : qkv.shape[1] - pages.shape[0]], pages, self, layer.window)
+        return attend(qkv[:, : qkv.shape[1] - pages.shape[0]], pages, self, layer.scores)
 
 
 def make_plan(rows: Sequence[Row], block_size: int, device: torch.device | str, trees: Sequence[Tree | None] = ()) -> TilePlan:
@@ -259,72 +256,91 @@ def move(cache: Pages, sources: Sequence[int], targets: Sequence[int]) -> None:
         flat.index_copy_(1, target, flat.index_select(1, source))
 
 
-def attend(q: Tensor, pages: Tensor, plan: TilePlan, window: int | None) -> Tensor:
+def attend(q: Tensor, pages: Tensor, plan: TilePlan, scores: Scores) -> Tensor:
     """q [num_tokens, heads, head_dim], rotated -> [num_tokens, heads * head_dim]"""
-    if plan.ragged is not None:
-        out = attention_cuda.attend(q, pages, plan.ragged, window, _attend_alone)
+    if plan.ragged is not None and scores.plain:
+        scale = q.shape[2] ** -0.5 if scores.scale is None else scores.scale
+        out = attention_cuda.attend(q, pages, plan.ragged, scores.window, scale, _attend_alone)
         if out is not None:
             return out
-    return _attend_tiles(q, pages, plan, window)
+    return _attend_tiles(q, pages, plan, scores)
 
 
-def _attend_alone(q: Tensor, pages: Tensor, rows: Sequence[Row], window: int | None) -> Tensor:
+def _attend_alone(q: Tensor, pages: Tensor, rows: Sequence[Row], window: int | None, scale: float) -> Tensor:
     """Attention of `rows` as they come, by tiles; q in the order of the rows."""
     plan = make_plan(rows, pages.shape[2] // q.shape[2], q.device)
-    out = _attend_tiles(q if plan.order is None else q[plan.order], pages, plan, window)
+    out = _attend_tiles(q if plan.order is None else q[plan.order], pages, plan, Scores(window, scale))
     return out if plan.inverse is None else out[plan.inverse]
 
 
-def _attend_tiles(q: Tensor, pages: Tensor, plan: TilePlan, window: int | None) -> Tensor:
+def _attend_tiles(q: Tensor, pages: Tensor, plan: TilePlan, scores: Scores) -> Tensor:
     if len(plan.tiles) == 1:
-        return _attend_tile(q, pages, plan.tiles[0], window)
-    return torch.cat([_attend_tile(q[tile.tokens], pages, tile, window) for tile in plan.tiles])
+        return _attend_tile(q, pages, plan.tiles[0], scores)
+    return torch.cat([_attend_tile(q[tile.tokens], pages, tile, scores) for tile in plan.tiles])
 
 
-def _attend_tile(q: Tensor, pages: Tensor, tile: Tile, window: int | None) -> Tensor:
+def _attend_tile(q: Tensor, pages: Tensor, tile: Tile, scores: Scores) -> Tensor:
     heads, head_dim = q.shape[1:]
     kv_heads = pages.shape[0] // 2
     dense = pages.index_select(1, tile.blocks) if tile.run is None else pages.narrow(1, *tile.run).contiguous()
     keys, values = dense.view(2, kv_heads * tile.num_rows, tile.context, head_dim)
     shared = heads // kv_heads
-    mask = tile.mask(window, shared, q.dtype)
+    mask = tile.mask(scores.window, shared, q.dtype)
     if tile.length > CHUNK:
         return torch.cat([
-            _attend_rows(q[begin:end], keys[:, :context], values[:, :context], mask[:, :, begin * shared:end * shared, :context])
+            _attend_rows(q[begin:end], keys[:, :context], values[:, :context], mask[:, :, begin * shared:end * shared, :context], scores)
             for begin, end, context in tile.chunks()
         ])
     if tile.take is not None:
         q = q.index_select(0, tile.take)
-    out = _attend_rows(q, keys, values, mask)
+    out = _attend_rows(q, keys, values, mask, scores)
     return out if tile.keep is None else out.index_select(0, tile.keep)
 
 
-def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """q [rows * length, heads, head_dim], keys and values [kv_heads * rows, context, head_dim] -> [rows * length, heads * head_dim]"""
     (tokens, heads, head_dim), rows = q.shape, mask.shape[1]
     kv_heads, length = keys.shape[0] // rows, tokens // rows
     shared = heads // kv_heads
     folded = q.view(rows, length, kv_heads, shared, head_dim).permute(2, 0, 1, 3, 4).reshape(kv_heads * rows, length * shared, head_dim)
-    out = (_fused if q.is_cuda else _attention)(folded, keys, values, mask)
+    scale = head_dim**-0.5 if scores.scale is None else scores.scale
+    if scores.plain:
+        out = (_fused if q.is_cuda else _attention)(folded, keys, values, mask, scale)
+    else:
+        sinks = None if scores.sinks is None else scores.sinks.view(kv_heads, 1, 1, shared)
+        out = _capped(folded, keys, values, mask, scale, scores.softcap, sinks)
     return out.view(kv_heads, rows, length, shared, head_dim).permute(1, 2, 0, 3, 4).reshape(tokens, heads * head_dim)
 
 
-def _fused(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def _fused(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """As `_attention`, by PyTorch's fused kernel: it keeps its scores in float32."""
     q, keys, values = (tensor.view(-1, mask.shape[1], *tensor.shape[1:]) for tensor in (q, keys, values))
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.expand(q.shape[0], -1, -1, -1)).flatten(0, 1)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask.expand(q.shape[0], -1, -1, -1), scale=scale).flatten(0, 1)
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     """q [n, queries, head_dim], keys and values [n, context, head_dim], mask [1, rows, queries, context] -> [n, queries, head_dim]
 
     Scores in bf16 would lose what separates them when they are large (hundreds in models with biases on keys). So they
     are made relative to the score of the sequence's first key, inside the matrix product, before it rounds: a softmax
     does not change when a constant is subtracted from its row, and the first key's score is near the top of most rows.
     """
-    scale = q.shape[-1] ** -0.5
     shape = (-1, *mask.shape[1:])
     reference = (q * keys[:, :1]).sum(-1, keepdim=True)
     scores = torch.sub(mask, reference.view(*shape[:-1], 1), alpha=scale).view(-1, *shape[2:])
     scores.baddbmm_(q, keys.transpose(1, 2), alpha=scale)
     return torch.bmm(torch.softmax(scores, -1, out=scores), values)
+
+
+def _capped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
+    """As `_attention`, with a softcap of the scores (0: none) and sinks [kv_heads, 1, 1, shared]; softmax in float32."""
+    scores = torch.bmm(q, keys.transpose(1, 2)).float().mul_(scale).view(-1, *mask.shape[1:])
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores += mask
+    if sinks is not None:
+        shared = sinks.shape[-1]
+        sink = sinks.expand(-1, scores.shape[1], scores.shape[2] // shared, -1).reshape(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = torch.softmax(scores, -1)[..., : keys.shape[1]]
+    return torch.bmm(weights.to(q.dtype).flatten(0, 1), values)

@@ -14,6 +14,7 @@ from headway.json_object import JsonObject
 from headway.models import families
 from headway.models.rope import Rope
 from headway.models.traits import Traits
+from headway.native.ops import GATES
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: frozenset[int]
     features: Traits = field(default_factory=Traits)
+    activation: str = "silu"                                        # of the MLP's gate
+    local_rope: Mapping[str, Any] | None = None                     # of layers with a window, where it is another
     generation: Mapping[str, Any] = field(default_factory=dict)     # generation_config.json as it is
 
     @property
@@ -44,7 +47,8 @@ class ModelConfig:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = (q_size + 2 * kv_size) * (hidden + features.qkv_bias) + hidden * (q_size + features.o_bias)
         mlp = 2 * self.intermediate_size * (hidden + features.mlp_bias) + hidden * (self.intermediate_size + features.mlp_bias)
-        norms = 2 * hidden + 2 * self.head_dim * features.qk_norm
+        norms = sum(name is not None for name in features.norms) * hidden + 2 * self.head_dim * features.qk_norm
+        norms += (q_size + kv_size) * features.qk_norm_wide
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * (attention + mlp + norms) + tables + hidden
 
@@ -56,30 +60,30 @@ class ModelConfig:
         model_type = raw.text("model_type", "")
         if model_type not in families.names():
             raise ModelError(f"{directory}: " + unknown_key("model_type", model_type, families.names()))
+        raw = raw.child("text_config") if raw.has("text_config") else raw
         if raw.has("quantization_config"):
             method = raw.child("quantization_config").text("quant_method", "unknown")
             raise ModelError(f"{directory}: {method} weights are not supported. Supported: float32, bfloat16, float16, and GGUF files")
         _check_types(raw)
-        from transformers import AutoConfig
-
         try:
-            hf = AutoConfig.from_pretrained(directory)
-            config = cls._of(hf, raw, _read_generation(directory))
+            hf = families.read_config(model_type, directory, raw.values)
+            config = cls._of(model_type, hf, raw, _read_generation(directory))
             Rope.of(config, torch.device("cpu"))
         except ModelError as error:
             raise error if str(directory) in str(error) else ModelError(f"{path}: {error}") from error
         except Exception as error:  # transformers validates with several libraries' exceptions
             raise ModelError(f"{path} is not a valid {model_type} configuration: {' '.join(str(error).split())}") from error
-        if hf.hidden_act != "silu":
-            raise ModelError(f"{directory}: hidden_act {hf.hidden_act!r} is not supported. Supported: silu")
+        if config.activation not in GATES:
+            raise ModelError(f"{directory}: hidden_act {config.activation!r} is not supported. Supported: {', '.join(GATES)}")
         if config.num_heads % config.num_kv_heads:
             raise ModelError(f"{directory}: {config.num_heads} heads cannot share {config.num_kv_heads} KV heads evenly")
         return config
 
     @classmethod
-    def _of(cls, hf: Any, raw: JsonObject, generation: JsonObject) -> ModelConfig:
+    def _of(cls, model_type: str, hf: Any, raw: JsonObject, generation: JsonObject) -> ModelConfig:
+        ropes = dict(hf.rope_parameters)
         return cls(
-            model_type=hf.model_type,
+            model_type=model_type,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
             intermediate_size=hf.intermediate_size,
@@ -89,10 +93,12 @@ class ModelConfig:
             head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
             max_position=hf.max_position_embeddings,
             rms_norm_eps=hf.rms_norm_eps,
-            rope=dict(hf.rope_parameters),
+            rope=ropes.get("full_attention", ropes),
+            local_rope=ropes.get("sliding_attention"),
             tie_word_embeddings=hf.tie_word_embeddings,
             eos_token_ids=frozenset({*_token_ids(raw, "eos_token_id"), *_token_ids(generation, "eos_token_id")}),
-            features=families.describe(hf),
+            features=families.describe(model_type, hf),
+            activation=getattr(hf, "hidden_activation", None) or hf.hidden_act,
             generation=generation.values,
         )
 

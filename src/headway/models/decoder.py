@@ -17,7 +17,7 @@ from headway.models.attention import KVCache
 from headway.models.attention_native import NativePlan
 from headway.models.attention_plan import AttentionPlan
 from headway.models.config import ModelConfig
-from headway.models.layers import Layer, Linear, RMSNorm
+from headway.models.layers import Layer, Linear, RMSNorm, softcapped
 from headway.models.rope import Rope
 from headway.models.stack_native import NativeStack
 
@@ -25,12 +25,13 @@ __all__ = ["Decoder", "ModelConfig"]
 
 
 class Decoder:
-    """A Llama-like decoder, for inference only. Made by `loader.load_model`."""
+    """A decoder of one of the families, for inference only. Made by `loader.load_model`."""
 
     def __init__(
         self, config: ModelConfig, embedding: Tensor, layers: list[Layer], norm: RMSNorm, lm_head: Linear, directory: Path,
-        weight_bytes: int,
+        weight_bytes: int, longest: int | None = None,
     ) -> None:
+        """`longest`: context that is served, where it is less than the model's."""
         self.config = config
         self.embedding = embedding
         self.layers = layers
@@ -41,8 +42,12 @@ class Decoder:
         self.int8 = lm_head.packed is not None and lm_head.packed.scales is not None
         self.dtype = embedding.dtype
         self.device = embedding.device
-        self.rope = Rope.of(config, self.device)
+        self.rope = Rope.of(config, self.device, longest)
         self.stack = NativeStack.make(layers, config.head_dim) if self.device.type == "cpu" else None
+        # The residual stream is kept as it would be, divided by residual_scale: norms undo it, and nothing else has to be multiplied.
+        features = config.features
+        scale = features.embedding_scale / features.residual_scale
+        self._embedding_scale = None if scale == 1.0 else torch.tensor(scale).to(embedding)
 
     @torch.inference_mode()
     def forward(
@@ -60,9 +65,12 @@ class Decoder:
             token_ids, positions = token_ids[plan.order], positions[plan.order]
         plan.begin(positions, self.rope, self.dtype)
         x = F.embedding(token_ids, self.embedding)  # [num_tokens, hidden]
+        if self._embedding_scale is not None:
+            x = x * self._embedding_scale
         wanted = sorted({index for index in hidden_layers if index >= 0})
         x, outputs = self._run(x, max([num_layers or len(self.layers), *(index + 1 for index in wanted)]), plan, cache, wanted)
-        kept = dict(zip(wanted, outputs, strict=True))
+        residual_scale = self.config.features.residual_scale
+        kept = {index: output if residual_scale == 1.0 else output * residual_scale for index, output in zip(wanted, outputs, strict=True)}
         kept[-1] = x = self.norm(x)
         if plan.inverse is not None:
             x, kept = x[plan.inverse], {index: tensor[plan.inverse] for index, tensor in kept.items()}
@@ -76,10 +84,9 @@ class Decoder:
             return self.stack.run(x, num_layers, plan, cache, wanted)
         kept = []
         for index, (layer, pages) in enumerate(zip(self.layers[:num_layers], cache.layers[:num_layers], strict=True)):
-            qkv = layer.qkv(layer.input_norm(x)).view(len(x), -1, self.config.head_dim)  # [num_tokens, heads + 2 * kv_heads, head_dim]
+            qkv = layer.project(x).view(len(x), -1, self.config.head_dim)  # [num_tokens, heads + 2 * kv_heads, head_dim]
             plan.write(qkv, layer, pages)
-            x = layer.o.add_to(x, plan.attend(qkv, layer, pages))
-            x = layer.mlp(layer.post_norm(x), x)
+            x = layer.add_attended(x, plan.attend(qkv, layer, pages))
             if index in wanted:
                 kept.append(x)
         return x, kept
@@ -87,4 +94,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab], in the model's dtype."""
-        return self.lm_head(hidden)
+        features, logits = self.config.features, self.lm_head(hidden)
+        if features.logit_scale != 1.0:
+            logits *= features.logit_scale
+        return softcapped(logits, features.logit_softcap) if features.logit_softcap else logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -46,10 +46,14 @@ class Linear:
 
 
 class GatedLinear:
-    """x [n, in] -> silu(gate) * up [n, inner], from the gate and up projections, one weight [2 * inner, in]."""
+    """x [n, in] -> activation(gate) * up [n, inner], from the gate and up projections, one weight [2 * inner, in].
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False) -> None:
-        self.packed = _pack(weight, bias, gated=True, int8=int8)
+    activation  by Hugging Face's names: silu, gelu_pytorch_tanh
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False, activation: str = "silu") -> None:
+        self.activation = activation
+        self.packed = _pack(weight, bias, activation, int8)
         self.linear = None if self.packed is not None else Linear(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -57,13 +61,13 @@ class GatedLinear:
             return self.packed(x)
         assert self.linear is not None
         gate, up = self.linear(x).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return (F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
-def _pack(weight: Tensor, bias: Tensor | None, gated: bool = False, int8: bool = False) -> ops.PackedLinear | None:
+def _pack(weight: Tensor, bias: Tensor | None, gate: str | None = None, int8: bool = False) -> ops.PackedLinear | None:
     library = native.library() if weight.device.type == "cpu" else None
     if library is not None and ops.can_pack(library, weight, int8):
-        return ops.PackedLinear(library, weight, bias, gated, int8)
+        return ops.PackedLinear(library, weight, bias, gate, int8)
     if int8:
         raise ModelError(
             "int8 weights need a CPU with AVX2, the compiled kernels, dtype bfloat16, and layers of a multiple of 64 outputs and "
@@ -84,29 +88,96 @@ def can_reorder(weight: Tensor) -> bool:
 
 
 class RMSNorm:
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps, self.shape = weight.contiguous(), eps, weight.shape
+    """x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension."""
+
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+        self.weight, self.eps, self.offset, self.shape = weight.contiguous(), eps, offset, weight.shape
         self.library = native.library() if weight.device.type == "cpu" and len(weight) % native.LANES == 0 else None
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.library is not None and x.dim() == 2:
-            return ops.rms_norm(self.library, x.contiguous(), self.weight, self.eps)
+            return ops.rms_norm(self.library, x.contiguous(), self.weight, self.eps, self.offset)
+        if self.offset:   # the sum is not rounded to the type
+            return F.rms_norm(x.float(), self.shape, self.weight.float() + self.offset, self.eps).to(x.dtype)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+def softcapped(x: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(x / softcap) of x [n, width], which may be overwritten."""
+    library = native.library() if x.device.type == "cpu" else None
+    return ops.softcap_(library, x, softcap) if library is not None and x.is_contiguous() else (x / softcap).tanh_().mul_(softcap)
+
+
+class MLP:
+    """x [n, hidden] -> [n, hidden]"""
+
+    def __init__(self, gate_up: GatedLinear, down: Linear) -> None:
+        self.gate_up, self.down = gate_up, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.gate_up(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + self(x)"""
+        return self.down.add_to(residual, self.gate_up(x))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """How a layer's queries weigh the keys they see.
+
+    window   so many last positions, the query's own included; None: all
+    scale    of query times key; None: head_dim ** -0.5
+    softcap  a score s becomes softcap * tanh(s / softcap); 0: as it is
+    sinks    float32 [heads]: a score that takes its share of the weight and has no value; None: none
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a softmax of scaled scores is all of it."""
+        return not self.softcap and self.sinks is None
 
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer; its attention and order of operations are in decoder.py."""
+    """One decoder layer. Norms that are None do nothing.
 
-    input_norm: RMSNorm
+    q_norm, k_norm   of each head by itself, before the rotation
+    wide_norms       of all query heads together, and of all key heads
+    rotation         which of the network's rotations turns its queries and keys
+    """
+
+    input_norm: RMSNorm | None
     qkv: Linear
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     o: Linear
-    post_norm: RMSNorm
-    gate_up: GatedLinear
-    down: Linear
-    window: int | None
+    post_norm: RMSNorm | None
+    mlp: MLP
+    scores: Scores = field(default_factory=Scores)
+    rotation: int = 0
+    wide_norms: tuple[RMSNorm, RMSNorm] | None = None
+    attention_out_norm: RMSNorm | None = None
+    mlp_out_norm: RMSNorm | None = None
 
-    def mlp(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.down.add_to(residual, self.gate_up(x))
+    def project(self, x: Tensor) -> Tensor:
+        """[n, hidden] -> queries, keys and values [n, (heads + 2 * kv_heads) * head_dim]"""
+        qkv = self.qkv(x if self.input_norm is None else self.input_norm(x))
+        if self.wide_norms is not None:
+            begin = 0
+            for norm in self.wide_norms:
+                part = qkv[:, begin : begin + len(norm.weight)]
+                part.copy_(norm(part))
+                begin += len(norm.weight)
+        return qkv
+
+    def add_attended(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer behind its attention: [n, hidden], [n, heads * head_dim] -> [n, hidden]."""
+        x = self.o.add_to(x, attended) if self.attention_out_norm is None else self.attention_out_norm(self.o(attended)).add_(x)
+        normed = x if self.post_norm is None else self.post_norm(x)
+        return self.mlp.add_to(x, normed) if self.mlp_out_norm is None else self.mlp_out_norm(self.mlp(normed)).add_(x)

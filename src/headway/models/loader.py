@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from headway import native
 from headway.errors import ModelError, unknown_key
-from headway.json_object import JsonObject
 from headway.models import hub
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
+from headway.models.layers import MLP, GatedLinear, Layer, Linear, RMSNorm, Scores
+from headway.models.rope import num_rotated, rotated_order
+from headway.models.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
-    name: str, *, dtype: str = "auto", device: str = "auto", quantization: str | None = None, progress: bool = True
+    name: str, *, dtype: str = "auto", device: str = "auto", quantization: str | None = None, max_model_len: int | None = None,
+    progress: bool = True,
 ) -> Decoder:
     """`name`: a built-in name, a local Hugging Face directory, a GGUF file, or a hub id. Raises ModelError.
 
-    quantization  "int8": the weights of all matrix products, the output layer's included, as 8-bit integers
+    quantization   "int8": the weights of all matrix products, the output layer's included, as 8-bit integers
+    max_model_len  the longest context that is served, where it is less than the model's
     """
     directory = hub.resolve(name, progress=progress)
     config = ModelConfig.from_directory(directory)
     where = pick_device(device)
     with torch.inference_mode(), Weights(directory) as weights:
-        return _build(config, weights, pick_dtype(dtype, where), where, directory, quantization == "int8")
+        return _Builder(config, weights, pick_dtype(dtype, where), where, quantization == "int8").decoder(directory, max_model_len)
 
 
 def pick_device(device: str) -> torch.device:
@@ -73,98 +74,90 @@ def _cpu_has_bf16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-class Weights:
-    """The tensors of a directory by name, read when asked for. `take` is once per tensor: what is left over is an error."""
+class _Builder:
+    """Makes a Decoder of a directory's weights."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.files: dict[str, Any] = {}
-        self.where: dict[str, str] = {}
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, int8: bool) -> None:
+        self.config, self.weights, self.dtype, self.device, self.int8 = config, weights, dtype, device, int8
+        self.q_size, self.kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.order = rotated_order(config.head_dim, num_rotated(config.rope, config.head_dim), config.features.interleaved_rotation)
+        self.num_bytes = 0
 
-    def __enter__(self) -> Weights:
-        for path in self._paths():
-            if not path.exists():
-                raise ModelError(f"{self.directory}: the weight file {path.name} is missing")
-            from safetensors import SafetensorError, safe_open
+    def decoder(self, directory: Path, longest: int | None) -> Decoder:
+        config, hidden, int8 = self.config, self.config.hidden_size, self.int8
+        layers = [self._layer(index) for index in range(config.num_layers)]
+        embedding = self._take("model.embed_tokens.weight", config.vocab_size, hidden)
+        lm_head = Linear(embedding if config.tie_word_embeddings else self._take("lm_head.weight", config.vocab_size, hidden), int8=int8)
+        final_norm = self._norm("model.norm", hidden)
+        if int8:   # the table that is looked up stays as it was, so a tied output layer is a copy
+            self.num_bytes -= sum(_saved(part) for layer in layers for part in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down))
+            self.num_bytes -= _saved(lm_head) - (embedding.nbytes if config.tie_word_embeddings else 0)
+        return Decoder(config, embedding, layers, final_norm, lm_head, directory, self.num_bytes, longest)
 
-            try:
-                file: Any = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} is not a readable safetensors file (truncated or corrupt?): {error}") from error
-            self.files[path.name] = file
-            self.where.update(dict.fromkeys(file.keys(), path.name))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.files.clear()
-
-    def _paths(self) -> Iterator[Path]:
-        index = self.directory / "model.safetensors.index.json"
-        if index.exists():
-            document = JsonObject.read(index, ModelError)
-            if not document.has("weight_map"):
-                raise ModelError(f"{index} is not a valid index: it has no weight_map")
-            files = document.child("weight_map")
-            yield from (self.directory / name for name in sorted({files.text(tensor) for tensor in files.values}))
-        elif (single := self.directory / "model.safetensors").exists():
-            yield single
-        else:
-            raise ModelError(f"{self.directory} has no model.safetensors[.index.json]. Supported: safetensors, GGUF files")
-
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self.where:
-            raise ModelError(f"{self.directory}: the weights lack {name}")
-        tensor: Tensor = self.files[self.where[name]].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self.directory}: {name} has shape {tuple(tensor.shape)}, the configuration says {shape}")
-        if not tensor.is_floating_point():
-            raise ModelError(f"{self.directory}: {name} is {tensor.dtype}; supported: float32, bfloat16, float16")
-        return tensor
-
-
-def _build(
-    config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, directory: Path, int8: bool
-) -> Decoder:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    features = config.features
-    num_bytes = 0
-
-    def take(name: str, *shape: int) -> Tensor:
-        nonlocal num_bytes
-        tensor = weights.take(name, shape).to(device=device, dtype=dtype)
-        num_bytes += tensor.nbytes
-        return tensor
-
-    def norm(name: str, size: int) -> RMSNorm:
-        return RMSNorm(take(f"{name}.weight", size), config.rms_norm_eps)
-
-    def stacked(prefix: str, parts: dict[str, int], size_in: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        weight = torch.cat([take(f"{prefix}.{part}.weight", size, size_in) for part, size in parts.items()])
-        return weight, torch.cat([take(f"{prefix}.{part}.bias", size) for part, size in parts.items()]) if bias else None
-
-    layers = []
-    for index in range(config.num_layers):
+    def _layer(self, index: int) -> Layer:
+        config, hidden, features = self.config, self.config.hidden_size, self.config.features
         name = f"model.layers.{index}"
-        attention = f"{name}.self_attn"
-        layers.append(Layer(
-            input_norm=norm(f"{name}.input_layernorm", hidden),
-            qkv=Linear(*stacked(attention, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, hidden, features.qkv_bias), int8),
-            q_norm=norm(f"{attention}.q_norm", head_dim) if features.qk_norm else None,
-            k_norm=norm(f"{attention}.k_norm", head_dim) if features.qk_norm else None,
-            o=Linear(*stacked(attention, {"o_proj": hidden}, q_size, features.o_bias), int8),
-            post_norm=norm(f"{name}.post_attention_layernorm", hidden),
-            gate_up=GatedLinear(*stacked(f"{name}.mlp", {"gate_proj": inner, "up_proj": inner}, hidden, features.mlp_bias), int8),
-            down=Linear(*stacked(f"{name}.mlp", {"down_proj": hidden}, inner, features.mlp_bias), int8),
-            window=config.windows[index],
-        ))
-    embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)
-    lm_head = Linear(embedding if config.tie_word_embeddings else take("lm_head.weight", config.vocab_size, hidden), int8=int8)
-    final_norm = norm("model.norm", hidden)
-    if int8:   # the table that is looked up stays as it was, so a tied output layer is a copy
-        num_bytes -= sum(_saved(part) for layer in layers for part in (layer.qkv, layer.o, layer.gate_up, layer.down))
-        num_bytes -= _saved(lm_head) - (embedding.nbytes if config.tie_word_embeddings else 0)
-    return Decoder(config, embedding, layers, final_norm, lm_head, directory, num_bytes)
+        attention, norms, window = f"{name}.self_attn", features.norms, config.windows[index]
+        parts = {"qkv_proj": self.q_size + 2 * self.kv_size} if features.fused_qkv else {
+            "q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size,
+        }   # fmt: skip
+        weight, bias = self._stacked(attention, parts, hidden, features.qkv_bias)
+
+        def norm(norm_name: str | None) -> RMSNorm | None:
+            return None if norm_name is None else self._norm(f"{name}.{norm_name}", hidden)
+
+        def head_norm(part: str, wanted: bool, size: int) -> RMSNorm | None:
+            return self._norm(f"{attention}.{part}", size, of_heads=True) if wanted else None
+
+        q_wide, k_wide = (head_norm(*each) for each in (
+            ("q_norm", features.qk_norm_wide, self.q_size), ("k_norm", features.qk_norm_wide, self.kv_size),
+        ))   # fmt: skip
+        return Layer(
+            input_norm=norm(norms.attention_in),
+            qkv=Linear(self._in_order(weight), None if bias is None else self._in_order(bias), self.int8),
+            q_norm=head_norm("q_norm", features.qk_norm, config.head_dim),
+            k_norm=head_norm("k_norm", features.qk_norm, config.head_dim),
+            o=Linear(*self._stacked(attention, {"o_proj": hidden}, self.q_size, features.o_bias), self.int8),
+            post_norm=norm(norms.mlp_in),
+            mlp=self._mlp(f"{name}.mlp"),
+            scores=Scores(window, features.attention_scale, features.attention_softcap),
+            rotation=0 if window is None or config.local_rope is None else 1,
+            wide_norms=None if q_wide is None or k_wide is None else (q_wide, k_wide),
+            attention_out_norm=norm(norms.attention_out),
+            mlp_out_norm=norm(norms.mlp_out),
+        )
+
+    def _mlp(self, name: str) -> MLP:
+        config, hidden, inner, features = self.config, self.config.hidden_size, self.config.intermediate_size, self.config.features
+        parts = {"gate_up_proj": 2 * inner} if features.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
+        return MLP(
+            GatedLinear(*self._stacked(name, parts, hidden, features.mlp_bias), self.int8, config.activation),
+            Linear(*self._stacked(name, {"down_proj": hidden}, inner, features.mlp_bias), self.int8),
+        )
+
+    def _take(self, name: str, *shape: int) -> Tensor:
+        tensor = self.weights.take(name, shape).to(device=self.device, dtype=self.dtype)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def _norm(self, name: str, size: int, of_heads: bool = False) -> RMSNorm:
+        """Of the residual stream, which the decoder keeps divided by `residual_scale`, or of heads."""
+        weight, features = self._take(f"{name}.weight", size), self.config.features
+        if of_heads:
+            return RMSNorm(self._in_order(weight), self.config.rms_norm_eps, features.norm_offset)
+        return RMSNorm(weight, self.config.rms_norm_eps / features.residual_scale**2, features.norm_offset)
+
+    def _stacked(self, prefix: str, parts: dict[str, int], size_in: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+        weight = torch.cat([self._take(f"{prefix}.{part}.weight", size, size_in) for part, size in parts.items()])
+        return weight, torch.cat([self._take(f"{prefix}.{part}.bias", size) for part, size in parts.items()]) if bias else None
+
+    def _in_order(self, weight: Tensor) -> Tensor:
+        """Rows of queries and keys, of which there may be values behind, in the order that the rotation works in."""
+        if self.order is None:
+            return weight
+        num_heads = min(len(weight), self.q_size + self.kv_size) // self.config.head_dim
+        rows = [head * self.config.head_dim + i for head in range(num_heads) for i in self.order]
+        return weight[[*rows, *range(len(rows), len(weight))]]
 
 
 def _saved(product: Linear | GatedLinear) -> int:

@@ -12,11 +12,14 @@ from torch import Tensor
 
 from headway.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
 
 
-def inverse_frequencies(rope: Mapping[str, Any], head_dim: int, max_position: int) -> tuple[Tensor, float]:
-    """(inverse frequencies, float32 [head_dim / 2]; factor on cos and sin) of a Hugging Face `rope_parameters` mapping."""
+def inverse_frequencies(rope: Mapping[str, Any], head_dim: int, max_position: int, longest: int | None = None) -> tuple[Tensor, float]:
+    """(inverse frequencies, float32 [head_dim / 2]; factor on cos and sin) of a Hugging Face `rope_parameters` mapping.
+
+    longest  context that is served, by default `max_position`: `longrope` has other frequencies beyond its original one
+    """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise ModelError(f"rope type {kind!r} is not supported. Supported: {', '.join(ROPE_TYPES)}")
@@ -28,6 +31,8 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int, max_position: in
         return inv_freq / llama3_factors(inv_freq, rope), 1.0
     if kind == "yarn":
         return _yarn(inv_freq, rope, theta, head_dim, max_position)
+    if kind == "longrope":
+        return _longrope(inv_freq, rope, max_position, longest or max_position)
     return inv_freq, 1.0
 
 
@@ -65,11 +70,49 @@ def _yarn(
     return inv_freq / factor * ramp + inv_freq * (1.0 - ramp), float(attention)
 
 
+def _longrope(inv_freq: Tensor, rope: Mapping[str, Any], max_position: int, longest: int) -> tuple[Tensor, float]:
+    """arXiv:2402.13753. One set of frequencies for all contexts up to `longest`: keys in the cache cannot be turned again."""
+    original = int(rope["original_max_position_embeddings"])
+    factors = torch.tensor(rope["long_factor" if longest > original else "short_factor"], dtype=torch.float32)
+    if factors.shape != inv_freq.shape:
+        raise ModelError(f"longrope has {len(factors)} factors for {len(inv_freq)} frequencies")
+    factor = float(rope.get("factor") or max_position / original)
+    attention = rope.get("attention_factor")
+    if attention is None:
+        attention = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return inv_freq / factors, float(attention)
+
+
+def rotated_order(head_dim: int, num_rotated: int, interleaved: bool) -> list[int] | None:
+    """Where dimensions of a head are taken from, so that pair i is (i, i + head_dim / 2) and the pairs that turn come first; None: as
+    they are. Scores do not depend on the order of dimensions, so queries and keys are put in this one when a model is loaded.
+
+    num_rotated  dimensions that turn: the head's first ones
+    interleaved  pair i was (2i, 2i + 1), else (i, i + num_rotated / 2)
+    """
+    if num_rotated == head_dim and not interleaved:
+        return None
+    half, rest = num_rotated // 2, list(range(num_rotated, head_dim))
+    first = list(range(0, num_rotated, 2)) if interleaved else list(range(half))
+    second = [i + (1 if interleaved else half) for i in first]
+    return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
+
+
+def num_rotated(rope: Mapping[str, Any], head_dim: int) -> int:
+    """How many dimensions of a head turn, an even number. Raises ModelError."""
+    number = int(head_dim * float(rope.get("partial_rotary_factor") or 1.0))
+    if number % 2 or head_dim % 2 or not 0 < number <= head_dim:
+        raise ModelError(f"partial_rotary_factor {rope.get('partial_rotary_factor')!r} turns {number} of {head_dim} dimensions of a head")
+    return number
+
+
 class RopeShape(Protocol):
     """What is read of a `ModelConfig`."""
 
     @property
     def rope(self) -> Mapping[str, Any]: ...
+    @property
+    def local_rope(self) -> Mapping[str, Any] | None: ...
     @property
     def head_dim(self) -> int: ...
     @property
@@ -78,31 +121,46 @@ class RopeShape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """inv_freq float32 [head_dim / 2]; factor on cos and sin."""
+    """The rotations of a network's layers, of which most have one.
+
+    inv_freq  float32 [rotations * head_dim / 2], one rotation after the other; 0: the pair is not turned
+    factor    on cos and sin of pairs that are turned
+    """
 
     inv_freq: Tensor
     factor: float
+    rotations: int = 1
 
     @classmethod
-    def of(cls, shape: RopeShape, device: torch.device) -> Rope:
-        """Of a network of these dimensions. Raises ModelError for a rope type that is not supported."""
-        inv_freq, factor = inverse_frequencies(shape.rope, shape.head_dim, shape.max_position)
-        return cls(inv_freq.to(device), factor)
+    def of(cls, shape: RopeShape, device: torch.device, longest: int | None = None) -> Rope:
+        """Of a network of these dimensions that serves contexts up to `longest`, by default what its configuration says. Raises ModelError
+        for a rope type that is not supported."""
+        found = []
+        for rope in (shape.rope, *([] if shape.local_rope is None else [shape.local_rope])):
+            turned = num_rotated(rope, shape.head_dim)
+            inv_freq, factor = inverse_frequencies(rope, turned, shape.max_position, longest)
+            found.append((torch.cat([inv_freq, torch.zeros((shape.head_dim - turned) // 2)]), factor))
+        if len({factor for _, factor in found}) > 1:
+            raise ModelError("rotations of different attention factors in one network are not supported")
+        return cls(torch.cat([inv_freq for inv_freq, _ in found]).to(device), found[0][1], len(found))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [n] -> (cos, sin), each float32 [n, head_dim / 2]. Angles are float32, as in training."""
+        """positions [n] -> (cos, sin), each float32 [n, rotations * head_dim / 2]. Angles are float32, as in training."""
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
+        if self.factor == 1.0:
+            return cos, sin
+        factors = torch.where(self.inv_freq == 0, 1.0, self.factor)
+        return cos * factors, sin * factors
 
 
-def rotation(positions: Tensor, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, signed sin), each [n, 1, head_dim]; the sine's first half is negated, so that
+def rotation(positions: Tensor, rope: Rope, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """By rotation (cos, signed sin), each [n, 1, head_dim]; the sine's first half is negated, so that
 
         rotated = x * cos + roll(x, head_dim / 2) * signed_sin
     """
-    cos, sin = (table[:, None] for table in rope.angles(positions))
-    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
+    tables = zip(*(table[:, None].chunk(rope.rotations, -1) for table in rope.angles(positions)), strict=True)
+    return [(torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)) for cos, sin in tables]
 
 
 def rotate_(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

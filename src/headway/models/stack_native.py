@@ -11,7 +11,9 @@ from torch import Tensor
 from headway import native
 from headway.models.attention import KVCache
 from headway.models.attention_native import NativePlan
-from headway.models.layers import Layer
+from headway.models.config import ModelConfig
+from headway.models.layers import MLP, Layer
+from headway.models.traits import Norms
 from headway.native.ops import PackedLinear
 
 _P, _I64 = ctypes.c_void_p, ctypes.c_int64
@@ -46,17 +48,20 @@ class NativeStack:
         self.qkv, self.o, self.gate_up, self.down = (_packed(first, name) for name in _PRODUCTS)
         self._function = library.function("stack", self.qkv.dtype)
         self.hidden_size = self.down.size_out
+        assert first.input_norm is not None
         self.eps = first.input_norm.eps
+        self._scale = head_dim**-0.5 if first.scores.scale is None else first.scores.scale
 
     @classmethod
     def make(cls, layers: Sequence[Layer], head_dim: int) -> NativeStack | None:
-        """None where a layer has no packed products, or where layers differ in shape; the first may read what is wider (`arguments`)."""
+        """None where a layer has what the C code lacks (see `_fits`), or where layers differ in shape; the first may read what is wider
+        (`arguments`)."""
         library = native.library()
         if library is None or not library.linear_panel or not layers:
             return None
-        products = [[_packed(layer, name) for name in _PRODUCTS] for layer in layers]
-        if not all(p for packed in products for p in packed) or any(layer.input_norm.library is None for layer in layers):
+        if not all(_fits(layer, layers[0]) for layer in layers):
             return None
+        products = [[_packed(layer, name) for name in _PRODUCTS] for layer in layers]
         shapes = {(qkv.size_out, *((p.size_in, p.size_out) for p in rest)) for qkv, *rest in products}
         same = len(shapes) == 1 and all(qkv.size_in == rest[-1].size_out for qkv, *rest in products[1:])
         return cls(layers, head_dim, library) if same else None
@@ -87,6 +92,7 @@ class NativeStack:
         normed, attended, inner = torch.empty_like(x), x.new_empty(num_tokens, self.o.size_in), x.new_empty(num_tokens, inner_size)
         scratch = max((p.scratch(num_tokens) for p in (self.qkv, self.o, self.gate_up, self.down)), key=torch.Tensor.numel)
         attention, rotate = plan.arguments(qkv, cache.layers[0])
+        attention.scale = self._scale
         args = StackArgs(
             layers=ctypes.addressof(self._records), pages=ctypes.addressof(cache.pointers),
             rotate=ctypes.addressof(rotate), attention=ctypes.addressof(attention),
@@ -98,13 +104,39 @@ class NativeStack:
         return args, (qkv, normed, attended, inner, scratch)
 
 
+def missing(config: ModelConfig) -> str | None:
+    """What a network of these dimensions has that stack.c lacks, in words; None: nothing, it runs all layers where products are packed."""
+    features = config.features
+    lacks = {
+        "other norms than those before attention and MLP": features.norms != Norms() or features.norm_offset or features.qk_norm_wide,
+        f"activation {config.activation}": config.activation != "silu",
+        "soft caps on scores": features.attention_softcap,
+        "two rotations": config.local_rope is not None,
+    }
+    return ", ".join(what for what, there in lacks.items() if there) or None
+
+
+def _fits(layer: Layer, first: Layer) -> bool:
+    """Whether stack.c does all of it: packed products, norms before attention and MLP alone, and what all layers share like the first's."""
+    if not isinstance(layer.mlp, MLP) or layer.input_norm is None or layer.post_norm is None or layer.input_norm.library is None:
+        return False
+    norms = [norm for norm in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm) if norm is not None]
+    return (
+        all(linear.packed is not None for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down))
+        and layer.mlp.gate_up.activation == "silu"
+        and layer.attention_out_norm is None and layer.mlp_out_norm is None and layer.wide_norms is None
+        and layer.rotation == 0 and layer.scores.plain and layer.scores.scale == first.scores.scale
+        and all(norm.eps == layer.input_norm.eps and norm.offset == 0 for norm in norms)
+    )
+
+
 def _packed(layer: Layer, name: str) -> PackedLinear:
-    packed: PackedLinear = getattr(layer, name).packed
+    packed: PackedLinear = getattr(layer.mlp if name in ("gate_up", "down") else layer, name).packed
     return packed
 
 
 def _record(layer: Layer) -> _LayerRecord:
-    record = _LayerRecord(window=layer.window or 0)
+    record = _LayerRecord(window=layer.scores.window or 0)
     for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
         norm = getattr(layer, name)
         setattr(record, name, None if norm is None else norm.weight.data_ptr())

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Norms(NamedTuple):
+    """Names of a layer's norms, by where they stand; None: nothing is normed there."""
+
+    attention_in: str | None = "input_layernorm"
+    attention_out: str | None = None
+    mlp_in: str | None = "post_attention_layernorm"
+    mlp_out: str | None = None
 
 
 @dataclass(frozen=True)
 class Traits:
-    """Where the families differ. `windows[i]`: layer i attends to that many last positions, its own included; None: to all."""
+    """Where the families differ. A trait that is left out is Llama's.
+
+    windows              by layer: it attends to that many last positions, its own included; None: to all
+    qk_norm, qk_norm_wide    queries and keys are normed before the rotation: each head by itself, or all heads together
+    norm_offset          is added to the weights of all norms
+    attention_scale      of queries times keys; None: head_dim ** -0.5
+    attention_softcap    scores s become softcap * tanh(s / softcap); 0: as they are. logit_softcap: logits likewise
+    embedding_scale      embeddings are multiplied by it; residual_scale: what attention and MLP add; logit_scale: logits
+    interleaved_rotation dimensions 2i and 2i + 1 of a head are turned together, where others turn i and i + half
+    fused_qkv, fused_gate_up    the weights are published as one
+    """
 
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_wide: bool = False
     windows: tuple[int | None, ...] = ()
+    norms: Norms = field(default_factory=Norms)
+    norm_offset: float = 0.0
+    attention_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    interleaved_rotation: bool = False
+    fused_qkv: bool = False
+    fused_gate_up: bool = False

@@ -109,6 +109,10 @@ static void NAME(add_values)(NAME(scratch) *s, const ELEMENT *values, int offset
     }
 }
 
+static void NAME(cap)(float *score, int count, float scale, float softcap) {
+    for (int i = 0; i < count; i += LANES) store_f32(score + i, tanh_of(load_f32(score + i) * (scale / softcap)) * softcap);
+}
+
 // Scores of positions [begin, end) -> softmax weights relative to the running maximum; `fade` is what earlier sums shrink by.
 static void NAME(soften)(NAME(scratch) *s, int r, int begin, int end, float scale) {
     float *score = s->score[r];
@@ -261,7 +265,8 @@ static void NAME(attend_task)(void *context, int64_t item) {
         for (int r = 0; r < rows; r++) {
             if (base >= 0)
                 for (int d = begin > base ? begin - base : 0; d < s.depth[r] && base + d < end; d++) s.score[r][base + d - begin] = s.node[r][d];
-            NAME(soften)(&s, r, begin, end, a->scale);
+            if (a->softcap > 0) NAME(cap)(s.score[r], end - begin, a->scale, a->softcap);
+            NAME(soften)(&s, r, begin, end, a->softcap > 0 ? 1.0f : a->scale);
             if (s.fade[r] != 1.0f)
                 for (int d = 0; d < head_dim; d += LANES) store_f32(&s.acc[r][d], load_f32(&s.acc[r][d]) * s.fade[r]);
         }
@@ -280,7 +285,8 @@ static void NAME(attend_task)(void *context, int64_t item) {
     for (int r = 0; r < rows; r++) {
         const int token = (first + r) / group;
         ELEMENT *out = (ELEMENT *)a->out + ((size_t)(row[0] + token) * a->heads + head * group + (first + r) % group) * head_dim;
-        const float inverse = 1.0f / s.total[r];
+        const float sink = a->sinks ? expf(a->sinks[head * group + (first + r) % group] - s.top[r]) : 0.0f;
+        const float inverse = 1.0f / (s.total[r] + sink);
         for (int d = 0; d < head_dim; d += LANES) STORE(out + d, load_f32(&s.acc[r][d]) * inverse);
     }
 }

@@ -122,8 +122,8 @@ static void move_on(const draft_args *a, stack_args *s, rotate_args *r, attentio
             memcpy(a->tasks + 4 * (i * a->tasks_per_row + j), (int32_t[]){i, j / tiles, first, end - first}, 4 * sizeof(int32_t));
         }
     }
-    r->cos += s->num_tokens * (r->head_dim / 2);
-    r->sin += s->num_tokens * (r->head_dim / 2);
+    r->cos += s->num_tokens * r->angle_stride;
+    r->sin += s->num_tokens * r->angle_stride;
     r->slots = a->slots;
     t->rows = a->rows;
     t->tasks = a->tasks;

@@ -7,15 +7,15 @@ static void NAME(norm_task)(void *context, int64_t token) {
     vec squares = {0};
     for (int64_t i = 0; i < a->width; i += LANES) { const vec y = LOAD(x + i); squares += y * y; }
     const float scale = 1.0f / sqrtf(sum_of(squares) / (float)a->width + a->eps);
-    for (int64_t i = 0; i < a->width; i += LANES) STORE(out + i, LOAD(x + i) * scale * LOAD(weight + i));
+    for (int64_t i = 0; i < a->width; i += LANES) STORE(out + i, LOAD(x + i) * scale * (LOAD(weight + i) + a->offset));
 }
 
 // Rotates `count` <= 16 pairs (x[i], x[i + half]), normed first unless `norm` is NULL.
-INLINE void NAME(rotate_pairs)(ELEMENT *x, const ELEMENT *norm, float scale, const float *cos, const float *sin, int half) {
+INLINE void NAME(rotate_pairs)(ELEMENT *x, const ELEMENT *norm, float scale, float offset, const float *cos, const float *sin, int half) {
     vec low = LOAD(x), high = LOAD(x + half);
     if (norm) {
-        low *= scale * LOAD(norm);
-        high *= scale * LOAD(norm + half);
+        low *= scale * (LOAD(norm) + offset);
+        high *= scale * (LOAD(norm + half) + offset);
     }
     const vec c = load_f32(cos), s = load_f32(sin);
     STORE(x, low * c - high * s);
@@ -23,7 +23,7 @@ INLINE void NAME(rotate_pairs)(ELEMENT *x, const ELEMENT *norm, float scale, con
 }
 
 // One head of one token: RMS norm (unless `norm` is NULL), then the rotation of pairs (i, i + head_dim / 2), in place.
-INLINE void NAME(rotate_head)(ELEMENT *x, const ELEMENT *norm, const float *cos, const float *sin, int head_dim, float eps) {
+INLINE void NAME(rotate_head)(ELEMENT *x, const ELEMENT *norm, const float *cos, const float *sin, int head_dim, float eps, float offset) {
     const int half = head_dim / 2;
     float scale = 1.0f;
     if (norm) {
@@ -32,7 +32,7 @@ INLINE void NAME(rotate_head)(ELEMENT *x, const ELEMENT *norm, const float *cos,
         scale = 1.0f / sqrtf(sum_of(squares) / (float)head_dim + eps);
     }
     int i = 0;
-    for (; i + LANES <= half; i += LANES) NAME(rotate_pairs)(x + i, norm ? norm + i : NULL, scale, cos + i, sin + i, half);
+    for (; i + LANES <= half; i += LANES) NAME(rotate_pairs)(x + i, norm ? norm + i : NULL, scale, offset, cos + i, sin + i, half);
     if (i < half) {                             // head_dim 80: 8 pairs are left
         const int rest = half - i;
         ELEMENT pairs[2 * LANES] = {0}, weights[2 * LANES] = {0};
@@ -45,7 +45,7 @@ INLINE void NAME(rotate_head)(ELEMENT *x, const ELEMENT *norm, const float *cos,
         }
         memcpy(c, cos + i, (size_t)rest * sizeof(float));
         memcpy(s, sin + i, (size_t)rest * sizeof(float));
-        NAME(rotate_pairs)(pairs, norm ? weights : NULL, scale, c, s, LANES);
+        NAME(rotate_pairs)(pairs, norm ? weights : NULL, scale, offset, c, s, LANES);
         memcpy(x + i, pairs, (size_t)rest * sizeof(ELEMENT));
         memcpy(x + half + i, pairs + LANES, (size_t)rest * sizeof(ELEMENT));
     }
@@ -55,14 +55,14 @@ static void NAME(rotate_task)(void *context, int64_t token) {
     const rotate_args *a = context;
     const int head_dim = a->head_dim;
     ELEMENT *x = (ELEMENT *)a->qkv + token * a->stride;
-    const float *cos = a->cos + token * (head_dim / 2), *sin = a->sin + token * (head_dim / 2);
-    for (int h = 0; h < a->heads; h++) NAME(rotate_head)(x + h * head_dim, a->q_norm, cos, sin, head_dim, a->eps);
+    const float *cos = a->cos + token * a->angle_stride, *sin = a->sin + token * a->angle_stride;
+    for (int h = 0; h < a->heads; h++) NAME(rotate_head)(x + h * head_dim, a->q_norm, cos, sin, head_dim, a->eps, a->offset);
     const int64_t slot = a->slots[token], block = slot / a->block_size, offset = slot % a->block_size;
     const size_t half = (size_t)a->block_size * head_dim;
     for (int h = 0; h < a->kv_heads; h++) {
         ELEMENT *key = x + (a->heads + h) * head_dim;
         const ELEMENT *value = x + (a->heads + a->kv_heads + h) * head_dim;
-        NAME(rotate_head)(key, a->k_norm, cos, sin, head_dim, a->eps);
+        NAME(rotate_head)(key, a->k_norm, cos, sin, head_dim, a->eps, a->offset);
         ELEMENT *keys = (ELEMENT *)a->pages + (block * a->kv_heads + h) * 2 * half, *values = keys + half;
         keys += offset / LANES * LANES * head_dim + offset % LANES * PACK;
         values += offset / PACK * head_dim * PACK + offset % PACK;
@@ -83,6 +83,17 @@ INLINE vec NAME(load_some)(const ELEMENT *p, int64_t count, float missing) {
     const vec y = LOAD(some);
     for (int i = 0; i < count; i++) x[i] = y[i];
     return x;
+}
+
+static void NAME(softcap_task)(void *context, int64_t token) {
+    const softcap_args *a = context;
+    ELEMENT *x = (ELEMENT *)a->x + token * a->width;
+    for (int64_t i = 0; i < a->width; i += LANES) {
+        const int64_t count = a->width - i < LANES ? a->width - i : LANES;
+        ELEMENT some[LANES];
+        STORE(some, tanh_of(NAME(load_some)(x + i, count, 0.0f) / a->softcap) * a->softcap);
+        memcpy(x + i, some, (size_t)count * sizeof(ELEMENT));
+    }
 }
 
 // The maximum of each stretch first, then a search through the first stretch that has the largest. A NaN counts as larger than anything.

@@ -22,20 +22,21 @@ typedef struct {
     const int32_t *tasks;       // [num_tasks][4]: row, KV head, first query vector (token * group + head in group), how many: 1 ... TILE
     const int32_t *trees;       // NULL: every row is a chain; else [num_rows][2]: slot of the row's first node or -1, its first entry in `parents`
     const int32_t *parents;     // by node: the node it follows, -1: the token before the tree
+    const float *sinks;         // [heads]: a score that takes its share of the weight and has no value, or NULL
     int64_t q_stride, table_width, num_tasks;
     int32_t heads, kv_heads, head_dim, block_size, window, num_threads;
-    float scale;
+    float scale, softcap;       // a score s is softcap * tanh(scale * s / softcap); 0: scale * s
 } attention_args;
 
 typedef struct {
     void *qkv;                  // [num_tokens][heads + 2 * kv_heads][head_dim], `stride` elements from token to token; q and k are rotated in place
     void *pages;                // as in attention.c
-    const float *cos, *sin;     // [num_tokens][head_dim / 2]
+    const float *cos, *sin;     // [num_tokens][head_dim / 2], `angle_stride` elements from token to token
     const int64_t *slots;       // [num_tokens]: block * block_size + offset
     const void *q_norm, *k_norm;    // [head_dim] RMS norms before the rotation (Qwen3), or NULL
-    int64_t num_tokens, stride;
+    int64_t num_tokens, stride, angle_stride;
     int32_t heads, kv_heads, head_dim, block_size, num_threads;
-    float eps;
+    float eps, offset;          // what is added to the norms' weights
 } rotate_args;
 
 typedef struct {
@@ -44,7 +45,7 @@ typedef struct {
     const void *weight;         // [width]
     int64_t num_tokens, width;
     int32_t num_threads;
-    float eps;
+    float eps, offset;          // what is added to the weight
 } norm_args;
 
 typedef struct {
@@ -57,8 +58,15 @@ typedef struct {
     void *y;                    // [num_tokens][out], with `gated` [num_tokens][out / 2]
     int64_t num_tokens, in, out, stride;
     int32_t num_threads;
-    int32_t gated;              // W holds gates and ups in turn, 16 outputs each
+    int32_t gated;              // W holds gates and ups in turn, 16 outputs each: 1: silu(gate) * up, 2: gelu(gate) * up by tanh, 0: no gates
 } linear_args;
+
+typedef struct {
+    void *x;                    // [num_tokens][width], dense, in and out: softcap * tanh(x / softcap)
+    int64_t num_tokens, width;
+    int32_t num_threads;
+    float softcap;
+} softcap_args;
 
 typedef struct {
     const void *logits;         // [num_rows][width], `stride` elements from row to row
@@ -87,13 +95,13 @@ typedef struct {
     const int32_t *tables;      // [num_rows][table_width]
     int32_t *rows;              // [num_rows][3], as in attention_args: the first token is filled in
     const int64_t *positions;   // [num_angles]: the pass's tokens, and those of passes that follow
-    const float *inv_freq;      // [half]
+    const float *inv_freq;      // [half]; 0: the pair is not turned
     int64_t *slots;             // out: [num_tokens]
     float *cos, *sin;           // out: [num_angles][half]
     int32_t *tasks;             // out: [num_tasks][4], with room for one per KV head and tile of a row, and TASKS_PER_THREAD more per thread
     int64_t num_rows, table_width, num_angles, half, num_tasks;     // num_tasks: out
     int32_t heads, kv_heads, block_size, num_threads;
-    float factor;               // on cos and sin
+    float factor;               // on cos and sin of pairs that are turned
 } plan_args;
 
 int tile_rows(void);

@@ -65,8 +65,9 @@ INLINE void store(void *to, int64_t i, vec x, const int size) {
 INLINE void finish(const linear_args *a, vec first, vec second, int64_t token, int64_t column, const int size) {
     if (a->bias) { first += load(a->bias, column, size); second += load(a->bias, column + LANES, size); }
     if (a->gated) {
-        // e^88 is the largest power of e that f32 holds, and the quotient is 0 there.
-        store(a->y, token * (a->out / 2) + column / 2, first / (1.0f + exp_of(-vmax(first, splat(-88.0f)))) * second, size);
+        // Both are x / (1 + e^-g): by tanh, gelu's g is sqrt(8 / pi) (x + 0.044715 x^3). e^88 is the largest power of e that f32 holds, and the quotient is 0 there.
+        const vec g = a->gated == 1 ? first : first * (1.5957691216057308f + 0.07135481282553954f * first * first);
+        store(a->y, token * (a->out / 2) + column / 2, first / (1.0f + exp_of(-vmax(g, splat(-88.0f)))) * second, size);
         return;
     }
     const int64_t to = token * a->out + column;

@@ -17,10 +17,10 @@ _P, _I64, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_f
 
 class AttentionArgs(ctypes.Structure):
     _fields_ = (
-        *((name, _P) for name in ("q", "out", "pages", "tables", "rows", "tasks", "trees", "parents")),
+        *((name, _P) for name in ("q", "out", "pages", "tables", "rows", "tasks", "trees", "parents", "sinks")),
         *((name, _I64) for name in ("q_stride", "table_width", "num_tasks")),
         *((name, _I32) for name in ("heads", "kv_heads", "head_dim", "block_size", "window", "num_threads")),
-        ("scale", _F),
+        ("scale", _F), ("softcap", _F),
     )
 
 
@@ -44,15 +44,15 @@ class MoveArgs(ctypes.Structure):
 class RotateArgs(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("qkv", "pages", "cos", "sin", "slots", "q_norm", "k_norm")),
-        *((name, _I64) for name in ("num_tokens", "stride")),
+        *((name, _I64) for name in ("num_tokens", "stride", "angle_stride")),
         *((name, _I32) for name in ("heads", "kv_heads", "head_dim", "block_size", "num_threads")),
-        ("eps", _F),
+        ("eps", _F), ("offset", _F),
     )
 
 
 class _NormArgs(ctypes.Structure):
     _fields_ = (
-        ("x", _P), ("out", _P), ("weight", _P), ("num_tokens", _I64), ("width", _I64), ("num_threads", _I32), ("eps", _F),
+        ("x", _P), ("out", _P), ("weight", _P), ("num_tokens", _I64), ("width", _I64), ("num_threads", _I32), ("eps", _F), ("offset", _F),
     )
 
 
@@ -62,6 +62,10 @@ class _LinearArgs(ctypes.Structure):
         *((name, _I64) for name in ("num_tokens", "size_in", "size_out", "stride")),
         *((name, _I32) for name in ("num_threads", "gated")),
     )
+
+
+class _SoftcapArgs(ctypes.Structure):
+    _fields_ = (("x", _P), ("num_tokens", _I64), ("width", _I64), ("num_threads", _I32), ("softcap", _F))
 
 
 class _ArgmaxArgs(ctypes.Structure):
@@ -74,8 +78,8 @@ class _FloorArgs(ctypes.Structure):
     )
 
 
-def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [num_tokens, width], weight [width]; width a multiple of 16."""
+def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x [num_tokens, width], weight [width], to which `offset` is added; width a multiple of 16."""
     num_tokens, width = x.shape
     if x.dtype != weight.dtype or weight.shape != (width,) or width % LANES or not (x.is_contiguous() and weight.is_contiguous()):
         raise ValueError(
@@ -83,26 +87,39 @@ def rms_norm(library: Library, x: Tensor, weight: Tensor, eps: float) -> Tensor:
             f"{tuple(x.shape)} {x.dtype}, {tuple(weight.shape)} {weight.dtype}"
         )
     out = torch.empty_like(x)
-    args = _NormArgs(x.data_ptr(), out.data_ptr(), weight.data_ptr(), num_tokens, width, torch.get_num_threads(), eps)
+    args = _NormArgs(x.data_ptr(), out.data_ptr(), weight.data_ptr(), num_tokens, width, torch.get_num_threads(), eps, offset)
     library.function("norm", x.dtype)(ctypes.byref(args))
     return out
 
 
+def softcap_(library: Library, x: Tensor, softcap: float) -> Tensor:
+    """x [num_tokens, width], contiguous, becomes softcap * tanh(x / softcap)."""
+    if x.dim() != 2 or not x.is_contiguous() or softcap <= 0:
+        raise ValueError(f"softcap takes a contiguous [n, width] and a positive softcap; got {tuple(x.shape)}, {x.stride()}, {softcap}")
+    args = _SoftcapArgs(x.data_ptr(), *x.shape, torch.get_num_threads(), softcap)
+    library.function("softcap", x.dtype)(ctypes.byref(args))
+    return x
+
+
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
+"""What linear.c does with the first half of the outputs before it multiplies the second half with it, by Hugging Face's names."""
+
+
 class PackedLinear:
-    """A bf16 or float32 weight as linear.c reads it. `gated`: SiLU of the first half of the outputs, times the second half.
+    """A bf16 or float32 weight as linear.c reads it. `gate`: this function of the first half of the outputs, times the second half.
 
     `int8`: a bf16 weight kept as 8-bit integers, rounded to the nearest, each output with the scale that makes its largest weight 127.
     """
 
-    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None, gated: bool = False, int8: bool = False) -> None:
+    def __init__(self, library: Library, weight: Tensor, bias: Tensor | None = None, gate: str | None = None, int8: bool = False) -> None:
         """weight [size_out, size_in], bias None or [size_out]; see `can_pack`."""
         if not can_pack(library, weight, int8):
             raise ValueError(f"cannot pack a weight {tuple(weight.shape)} {weight.dtype} on {weight.device}")
         if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
             raise ValueError(f"the bias must be {weight.dtype} [{weight.shape[0]}], got {tuple(bias.shape)} {bias.dtype}")
         self.size_out, self.size_in = weight.shape
-        self.gated = gated
-        if gated:
+        self.gate = gate
+        if gate:
             weight = weight.view(2, -1, LANES, self.size_in).transpose(0, 1).reshape(weight.shape)
             bias = None if bias is None else bias.view(2, -1, LANES).transpose(0, 1).reshape(bias.shape)
         self.scales: Tensor | None = None
@@ -120,17 +137,17 @@ class PackedLinear:
         self._function = library.function("linear", self.dtype)
         self._args = _LinearArgs(
             weight=self.weight.data_ptr(), scales=None if self.scales is None else self.scales.data_ptr(),
-            bias=None if self.bias is None else self.bias.data_ptr(), gated=gated,
+            bias=None if self.bias is None else self.bias.data_ptr(), gated=GATES[gate] if gate else 0,
             size_in=self.size_in, size_out=self.size_out,
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x [num_tokens, size_in] (+ residual, shaped like the result) -> [num_tokens, size_out], `gated` [num_tokens, size_out / 2]."""
+        """x [num_tokens, size_in] (+ residual, shaped like the result) -> [num_tokens, size_out], half as wide with a gate."""
         num_tokens, size_in = x.shape
         if size_in != self.size_in or x.dtype != self.dtype or x.stride(1) != 1:
             raise ValueError(f"x must be {self.dtype} [n, {self.size_in}], dense rows; got {tuple(x.shape)} {x.dtype}, {x.stride()}")
-        y = x.new_empty(num_tokens, self.size_out // 2 if self.gated else self.size_out)
-        if residual is not None and (self.gated or residual.shape != y.shape or residual.dtype != y.dtype or not residual.is_contiguous()):
+        y = x.new_empty(num_tokens, self.size_out // 2 if self.gate else self.size_out)
+        if residual is not None and (self.gate or residual.shape != y.shape or residual.dtype != y.dtype or not residual.is_contiguous()):
             raise ValueError(f"the residual must be a contiguous {y.dtype} {tuple(y.shape)}, got {tuple(residual.shape)} {residual.dtype}")
         scratch = self.scratch(num_tokens)
         args = self._args

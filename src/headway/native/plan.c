@@ -61,9 +61,9 @@ EXPORT void plan(plan_args *a) {
     }
     for (int64_t i = 0; i < a->num_angles; i++) {
         for (int64_t j = 0; j < a->half; j++) {
-            const float angle = (float)a->positions[i] * a->inv_freq[j];
-            a->cos[i * a->half + j] = cosf(angle) * a->factor;
-            a->sin[i * a->half + j] = sinf(angle) * a->factor;
+            const float angle = (float)a->positions[i] * a->inv_freq[j], factor = a->inv_freq[j] ? a->factor : 1.0f;
+            a->cos[i * a->half + j] = cosf(angle) * factor;
+            a->sin[i * a->half + j] = sinf(angle) * factor;
         }
     }
     make_tasks(a);

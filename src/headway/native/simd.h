@@ -126,3 +126,9 @@ INLINE vec exp_of(vec x) {
     p = p * f + 1.0f;
     return keep_if(~tiny, (vec)((ivec)p + (n << 23)));
 }
+
+// Absolute error below 2e-7.
+INLINE vec tanh_of(vec x) {
+    const vec e = exp_of(-2.0f * vmax(x, -x)), t = (1.0f - e) / (1.0f + e);
+    return (vec)((ivec)t | ((ivec)x & (int32_t)0x80000000));
+}

@@ -41,6 +41,7 @@ def write_speculator(
 def speculator_config(head: Eagle3Head, target: Decoder, name: str, num_speculative_tokens: int, dtype: str) -> dict[str, Any]:
     """config.json as the speculators package writes it. Layer ids count what has been computed: layer i's output is id i + 1."""
     shape, config = head.shape, target.config
+    rope = {key: value for key, value in config.rope.items() if key != "partial_rotary_factor"}   # the head turns whole heads
     raw = json.loads((target.directory / "config.json").read_text(encoding="utf-8"))
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
@@ -58,7 +59,7 @@ def speculator_config(head: Eagle3Head, target: Decoder, name: str, num_speculat
             "intermediate_size": shape.intermediate_size, "num_hidden_layers": 1, "num_attention_heads": shape.num_heads,
             "num_key_value_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "hidden_act": "silu",
             "max_position_embeddings": config.max_position, "rms_norm_eps": shape.rms_norm_eps,
-            "rope_parameters": {"rope_type": "default", **config.rope}, "attention_bias": False, "mlp_bias": False,
+            "rope_parameters": {"rope_type": "default", **rope}, "attention_bias": False, "mlp_bias": False,
             "tie_word_embeddings": False,
         },
         "draft_vocab_size": shape.draft_vocab_size,

@@ -26,7 +26,7 @@ from headway.models.attention_native import NativePlan
 from headway.models.attention_plan import AttentionPlan
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
-from headway.models.layers import GatedLinear, Layer, Linear, RMSNorm
+from headway.models.layers import MLP, GatedLinear, Layer, Linear, RMSNorm, Scores
 from headway.models.rope import Rope
 from headway.native.ops import can_pack
 
@@ -99,8 +99,8 @@ class FeatureNetwork:
         pair = torch.cat([feature, token] if wiring.feature_first else [token, feature], -1)
         if wiring.project is None:
             return pair, feature if wiring.normed_residual else features
-        x = wiring.project(pair)
-        return x if wiring.direct else self.layers[0].input_norm(x), x
+        x, norm = wiring.project(pair), self.layers[0].input_norm
+        return x if wiring.direct or norm is None else norm(x), x
 
     def predict(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Output of the last layer [n, hidden] -> (logits [n, draft vocabulary], features for the next position [n, hidden])."""
@@ -126,14 +126,12 @@ class FeatureNetwork:
         plan.begin(positions, self.rope, self.dtype)
         x, residual = self._enter(F.embedding(token_ids, self.embedding), features, positions)
         for index, layer in enumerate(self.layers):
-            if index > 0:
-                x, residual = layer.input_norm(residual), residual
-            qkv, pages = layer.qkv(x).view(len(x), -1, self.shape.head_dim), cache.layers[index]
+            qkv = layer.qkv(x) if index == 0 else layer.project(residual)
+            qkv, pages = qkv.view(len(x), -1, self.shape.head_dim), cache.layers[index]
             plan.write(qkv, layer, pages)
             if fill and index == len(self.layers) - 1:
                 return residual
-            residual = layer.o.add_to(residual, plan.attend(qkv, layer, pages))
-            residual = layer.mlp(layer.post_norm(residual), residual)
+            residual = layer.add_attended(residual, plan.attend(qkv, layer, pages))
         return residual if plan.inverse is None else residual[plan.inverse]
 
 
@@ -207,9 +205,11 @@ class Builder:
             k_norm=self.norm(f"{attention}.k_norm", shape.head_dim) if qk_norm else None,
             o=self.linear(attention, {"o_proj": hidden}, q_size, has_bias("self_attn.o_proj")),
             post_norm=self.norm(f"{name}.post_attention_layernorm"),
-            gate_up=self.gated(f"{name}.mlp", inner, hidden, has_bias("mlp.gate_proj")),
-            down=self.linear(f"{name}.mlp", {"down_proj": hidden}, inner, has_bias("mlp.down_proj")),
-            window=window,
+            mlp=MLP(
+                self.gated(f"{name}.mlp", inner, hidden, has_bias("mlp.gate_proj")),
+                self.linear(f"{name}.mlp", {"down_proj": hidden}, inner, has_bias("mlp.down_proj")),
+            ),
+            scores=Scores(window),
         )
 
     def embedding(self, name: str, of_target: Tensor) -> Tensor:

@@ -1,0 +1,65 @@
+"""The tensors of a model directory by name, whatever files hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from headway.errors import ModelError
+from headway.json_object import JsonObject
+
+
+class Weights:
+    """Read when they are asked for. A language model inside a larger one has its names without that one's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._sources: dict[str, tuple[Any, str]] = {}   # our name -> (open file, name in it)
+
+    def __enter__(self) -> Weights:
+        for path in self._paths():
+            if not path.exists():
+                raise ModelError(f"{self.directory}: the weight file {path.name} is missing")
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} is not a readable safetensors file (truncated or corrupt?): {error}") from error
+            self._sources.update({_of_text(name): (file, name) for name in file.keys()})   # noqa: SIM118 (not a dict)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sources.clear()
+
+    def _paths(self) -> Iterator[Path]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.exists():
+            document = JsonObject.read(index, ModelError)
+            if not document.has("weight_map"):
+                raise ModelError(f"{index} is not a valid index: it has no weight_map")
+            files = document.child("weight_map")
+            yield from (self.directory / name for name in sorted({files.text(tensor) for tensor in files.values}))
+        elif (single := self.directory / "model.safetensors").exists():
+            yield single
+        else:
+            raise ModelError(f"{self.directory} has no model.safetensors[.index.json]. Supported: safetensors, GGUF files")
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._sources:
+            raise ModelError(f"{self.directory}: the weights lack {name}")
+        file, stored = self._sources[name]
+        tensor: Tensor = file.get_tensor(stored)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.directory}: {name} has shape {tuple(tensor.shape)}, the configuration says {shape}")
+        if not tensor.is_floating_point():
+            raise ModelError(f"{self.directory}: {name} is {tensor.dtype}; supported: float32, bfloat16, float16")
+        return tensor
+
+
+def _of_text(name: str) -> str:
+    """The name as a model of text alone has it: models that see as well put `language_model.` before or behind `model.`."""
+    return name.replace("language_model.", "", 1) if name.startswith(("language_model.", "model.language_model.")) else name
