@@ -16,7 +16,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-_SOURCES = ("attention", "draft", "elementwise", "linear", "parallel", "plan", "sampling", "stack")
+_SOURCES = ("attention", "draft", "elementwise", "experts", "linear", "parallel", "plan", "sampling", "stack")
 SOURCES = [f"src/headway/native/{name}.c" for name in _SOURCES]
 _HEADERS = ("attention_impl", "each_type", "elementwise_impl", "kernels", "linear_tiles", "parallel", "simd", "stack", "tiles")
 HEADERS = [f"src/headway/native/{name}.h" for name in _HEADERS]

@@ -53,16 +53,40 @@ FAMILY: dict[str, dict[str, Any]] = {
     },
     "glm4": {"partial_rotary_factor": 0.5, "attention_bias": True, "pad_token_id": 0},
     "mimo": {"use_sliding_window": False},
+    "qwen3_moe": {
+        "use_sliding_window": False, "attention_bias": False, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    "gpt_oss": {
+        "sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "pad_token_id": 0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "truncate": False},
+    },
+    "glm4_moe": {
+        "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True, "pad_token_id": 0, "num_nextn_predict_layers": 0,
+    },
 }
 ARCHITECTURE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM", "phi3": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
-    "granite": "GraniteForCausalLM", "glm4": "Glm4ForCausalLM", "mimo": "MiMoForCausalLM",
+    "granite": "GraniteForCausalLM", "glm4": "Glm4ForCausalLM", "mimo": "MiMoForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM", "gpt_oss": "GptOssForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
 }
 _GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 NORMS = {
     "gemma2": _GEMMA_NORMS, "gemma3_text": _GEMMA_NORMS, "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "glm4": ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+}
+
+# block, router, an expert's parts, keys of config.json for the number of experts and their inner size
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+EXPERTS = {
+    "qwen3_moe": ("mlp", "gate", _PARTS, "num_experts", "moe_intermediate_size"),
+    "mixtral": ("block_sparse_moe", "gate", ("w1", "w3", "w2"), "num_local_experts", "intermediate_size"),
+    "gpt_oss": ("mlp", "router", _PARTS, "num_local_experts", "intermediate_size"),
+    "glm4_moe": ("mlp", "gate", _PARTS, "n_routed_experts", "moe_intermediate_size"),
 }
 
 
@@ -101,7 +125,7 @@ def random_weights(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dic
     q_size, kv_size = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     kind = config["model_type"]
     qkv_bias = kind in ("qwen2", "mimo") or config.get("attention_bias", False)
-    o_bias, mlp_bias = config.get("attention_bias", False) and kind != "glm4", config.get("mlp_bias", False)
+    o_bias, mlp_bias = config.get("attention_bias", False) and not kind.startswith("glm4"), config.get("mlp_bias", False)
     state: dict[str, torch.Tensor] = {}
 
     def matrix(name: str, rows: int, columns: int, bias: bool = False, gain: float = 1.5) -> None:
@@ -112,6 +136,23 @@ def random_weights(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dic
     def norm(name: str, size: int) -> None:
         state[f"{name}.weight"] = (0.0 if kind.startswith("gemma") else 1.0) + 0.2 * torch.randn(size, generator=random)
 
+    def experts(layer: str) -> None:
+        block, router, parts, num_key, size_key = EXPERTS[kind]
+        num, size = config[num_key], config[size_key]
+        matrix(f"{layer}.{block}.{router}", num, hidden, kind == "gpt_oss", gain=3.0)
+        if kind == "gpt_oss":   # one tensor for all experts, [experts, in, out]
+            for name, size_in, size_out in (("gate_up_proj", hidden, 2 * size), ("down_proj", size, hidden)):
+                stacked = torch.randn(num, size_in, size_out, generator=random) * 1.5 / size_in**0.5
+                state[f"{layer}.{block}.experts.{name}"] = stacked
+                state[f"{layer}.{block}.experts.{name}_bias"] = torch.randn(num, size_out, generator=random) * 0.2
+            return
+        if kind == "glm4_moe":
+            state[f"{layer}.{block}.{router}.e_score_correction_bias"] = torch.randn(num, generator=random) * 0.3
+        for name in [*(f"experts.{i}" for i in range(num)), *(["shared_experts"] if kind == "glm4_moe" else [])]:
+            for part in parts:
+                rows, columns = (hidden, size) if part == parts[2] else (size, hidden)
+                matrix(f"{layer}.{block}.{name}.{part}", rows, columns)
+
     matrix("model.embed_tokens", config["vocab_size"], hidden, gain=2.0)
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
@@ -121,9 +162,14 @@ def random_weights(config: dict[str, Any], seed: int, dtype: torch.dtype) -> dic
         for name, size in parts:
             matrix(f"{layer}.self_attn.{name}", size, hidden, qkv_bias)
         matrix(f"{layer}.self_attn.o_proj", hidden, q_size, o_bias)
-        if kind in ("qwen3", "gemma3_text", "olmo2"):
+        if kind in ("qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", "olmo2"):
             norm(f"{layer}.self_attn.q_norm", q_size if kind == "olmo2" else head_dim)
             norm(f"{layer}.self_attn.k_norm", kv_size if kind == "olmo2" else head_dim)
+        if kind == "gpt_oss":
+            state[f"{layer}.self_attn.sinks"] = torch.randn(config["num_attention_heads"], generator=random)
+        if kind in EXPERTS and index >= config.get("first_k_dense_replace", 0) and index not in config.get("mlp_only_layers", []):
+            experts(layer)
+            continue
         for name in ("gate_up_proj",) if kind in ("phi3", "glm4") else ("gate_proj", "up_proj"):
             matrix(f"{layer}.mlp.{name}", inner * (2 if name == "gate_up_proj" else 1), hidden, mlp_bias)
         matrix(f"{layer}.mlp.down_proj", hidden, inner, mlp_bias)

@@ -92,6 +92,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {}),
     "glm4-no-biases": ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0, "tie_word_embeddings": False}),
     "mimo": ("mimo", {}),
+    "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-some-layers": ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": False}),
+    "mixtral": ("mixtral", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "glm4-moe": ("glm4_moe", {}),
+    "glm4-moe-groups": ("glm4_moe", {"n_group": 4, "topk_group": 2, "use_qk_norm": False, "norm_topk_prob": False}),
 }
 
 
@@ -144,7 +150,7 @@ def change_config(directory: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model_type": "gpt_neox"}, "unknown model_type 'gpt_neox'.* Accepted: .*llama, mimo, mistral"),
-    ({"model_type": "qwen3_moe"}, "Did you mean 'qwen3'"),
+    ({"model_type": "qwen3_mo"}, "Did you mean 'qwen3_moe'"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "awq weights are not supported. Supported: float32"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported. Supported: silu"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported. Supported: default, linear"),

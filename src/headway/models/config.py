@@ -48,9 +48,11 @@ class ModelConfig:
         attention = (q_size + 2 * kv_size) * (hidden + features.qkv_bias) + hidden * (q_size + features.o_bias)
         mlp = 2 * self.intermediate_size * (hidden + features.mlp_bias) + hidden * (self.intermediate_size + features.mlp_bias)
         norms = sum(name is not None for name in features.norms) * hidden + 2 * self.head_dim * features.qk_norm
-        norms += (q_size + kv_size) * features.qk_norm_wide
+        norms += (q_size + kv_size) * features.qk_norm_wide + self.num_heads * features.sinks
+        sparse = sum(features.experts.layers) if features.experts else 0
+        mlps = (self.num_layers - sparse) * mlp + (sparse * features.experts.num_parameters(hidden) if features.experts else 0)
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * (attention + mlp + norms) + tables + hidden
+        return self.num_layers * (attention + norms) + mlps + tables + hidden
 
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
@@ -98,7 +100,7 @@ class ModelConfig:
             tie_word_embeddings=hf.tie_word_embeddings,
             eos_token_ids=frozenset({*_token_ids(raw, "eos_token_id"), *_token_ids(generation, "eos_token_id")}),
             features=families.describe(model_type, hf),
-            activation=getattr(hf, "hidden_activation", None) or hf.hidden_act,
+            activation="gpt_oss" if model_type == "gpt_oss" else getattr(hf, "hidden_activation", None) or hf.hidden_act,
             generation=generation.values,
         )
 

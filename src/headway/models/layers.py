@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ class Linear:
 class GatedLinear:
     """x [n, in] -> activation(gate) * up [n, inner], from the gate and up projections, one weight [2 * inner, in].
 
-    activation  by Hugging Face's names: silu, gelu_pytorch_tanh
+    activation  by Hugging Face's names: silu, gelu_pytorch_tanh; gpt_oss: both clamped at 7, gate * sigmoid(1.702 * gate) * (up + 1)
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False, activation: str = "silu") -> None:
@@ -61,6 +62,9 @@ class GatedLinear:
             return self.packed(x)
         assert self.linear is not None
         gate, up = self.linear(x).chunk(2, dim=-1)
+        if self.activation == "gpt_oss":
+            gate = gate.clamp(max=7.0)
+            return (up.clamp(-7.0, 7.0) + 1.0) * gate * (gate * 1.702).sigmoid()
         return (F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
@@ -122,6 +126,14 @@ class MLP:
         return self.down.add_to(residual, self.gate_up(x))
 
 
+class FeedForward(Protocol):
+    """What follows attention in a layer: an MLP, or a mixture of experts."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """How a layer's queries weigh the keys they see.
@@ -158,7 +170,7 @@ class Layer:
     k_norm: RMSNorm | None
     o: Linear
     post_norm: RMSNorm | None
-    mlp: MLP
+    mlp: FeedForward
     scores: Scores = field(default_factory=Scores)
     rotation: int = 0
     wide_norms: tuple[RMSNorm, RMSNorm] | None = None

@@ -12,8 +12,10 @@ from headway.errors import ModelError, unknown_key
 from headway.models import hub
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
+from headway.models.experts import Experts
 from headway.models.layers import MLP, GatedLinear, Layer, Linear, RMSNorm, Scores
 from headway.models.rope import num_rotated, rotated_order
+from headway.models.traits import ExpertTraits
 from headway.models.weights import Weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,7 +92,7 @@ class _Builder:
         lm_head = Linear(embedding if config.tie_word_embeddings else self._take("lm_head.weight", config.vocab_size, hidden), int8=int8)
         final_norm = self._norm("model.norm", hidden)
         if int8:   # the table that is looked up stays as it was, so a tied output layer is a copy
-            self.num_bytes -= sum(_saved(part) for layer in layers for part in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down))
+            self.num_bytes -= sum(_saved(part) for layer in layers for part in (layer.qkv, layer.o))
             self.num_bytes -= _saved(lm_head) - (embedding.nbytes if config.tie_word_embeddings else 0)
         return Decoder(config, embedding, layers, final_norm, lm_head, directory, self.num_bytes, longest)
 
@@ -119,21 +121,53 @@ class _Builder:
             k_norm=head_norm("k_norm", features.qk_norm, config.head_dim),
             o=Linear(*self._stacked(attention, {"o_proj": hidden}, self.q_size, features.o_bias), self.int8),
             post_norm=norm(norms.mlp_in),
-            mlp=self._mlp(f"{name}.mlp"),
-            scores=Scores(window, features.attention_scale, features.attention_softcap),
+            mlp=(
+                self._experts(name, features.experts) if features.experts is not None and features.experts.layers[index]
+                else self._mlp(f"{name}.mlp", config.intermediate_size)
+            ),
+            scores=Scores(
+                window, features.attention_scale, features.attention_softcap,
+                self._take(f"{attention}.sinks", config.num_heads).float() if features.sinks else None,
+            ),
             rotation=0 if window is None or config.local_rope is None else 1,
             wide_norms=None if q_wide is None or k_wide is None else (q_wide, k_wide),
             attention_out_norm=norm(norms.attention_out),
             mlp_out_norm=norm(norms.mlp_out),
         )
 
-    def _mlp(self, name: str) -> MLP:
-        config, hidden, inner, features = self.config, self.config.hidden_size, self.config.intermediate_size, self.config.features
-        parts = {"gate_up_proj": 2 * inner} if features.fused_gate_up else {"gate_proj": inner, "up_proj": inner}
-        return MLP(
-            GatedLinear(*self._stacked(name, parts, hidden, features.mlp_bias), self.int8, config.activation),
-            Linear(*self._stacked(name, {"down_proj": hidden}, inner, features.mlp_bias), self.int8),
-        )
+    def _mlp(self, name: str, inner: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> MLP:
+        hidden, bias = self.config.hidden_size, self.config.features.mlp_bias
+        gate, up, down = parts
+        sizes = {"gate_up_proj": 2 * inner} if self.config.features.fused_gate_up else {gate: inner, up: inner}
+        return self._made_mlp(self._stacked(name, sizes, hidden, bias), self._stacked(name, {down: hidden}, inner, bias))
+
+    def _made_mlp(self, gate_up: tuple[Tensor, Tensor | None], down: tuple[Tensor, Tensor | None]) -> MLP:
+        mlp = MLP(GatedLinear(*gate_up, self.int8, self.config.activation), Linear(*down, self.int8))
+        self.num_bytes -= (_saved(mlp.gate_up) + _saved(mlp.down)) if self.int8 else 0
+        return mlp
+
+    def _experts(self, layer: str, traits: ExpertTraits) -> Experts:
+        block, hidden = f"{layer}.{traits.block}", self.config.hidden_size
+        router, experts = f"{block}.{traits.router}", f"{block}.experts"
+        return Experts(
+            traits, self._take(f"{router}.weight", traits.num, hidden),
+            self._take(f"{router}.bias", traits.num) if traits.stacked else None,
+            self._unstacked(experts, traits) if traits.stacked else [
+                self._mlp(f"{experts}.{number}", traits.inner_size, traits.parts) for number in range(traits.num)
+            ],
+            self._mlp(f"{block}.shared_experts", traits.shared_size) if traits.shared_size else None,
+            None if traits.choice_bias is None else self._take(f"{block}.{traits.choice_bias}", traits.num),
+        )   # fmt: skip
+
+    def _unstacked(self, name: str, traits: ExpertTraits) -> list[MLP]:
+        """Tensors [experts, in, out] with gates and ups in turn, as gpt-oss has them."""
+        num, inner, hidden = traits.num, traits.inner_size, self.config.hidden_size
+        gate_up, down = self._take(f"{name}.gate_up_proj", num, hidden, 2 * inner), self._take(f"{name}.down_proj", num, inner, hidden)
+        biases = self._take(f"{name}.gate_up_proj_bias", num, 2 * inner), self._take(f"{name}.down_proj_bias", num, hidden)
+        order = [*range(0, 2 * inner, 2), *range(1, 2 * inner, 2)]
+        return [
+            self._made_mlp((gate_up[i].T[order], biases[0][i][order]), (down[i].T.contiguous(), biases[1][i])) for i in range(num)
+        ]
 
     def _take(self, name: str, *shape: int) -> Tensor:
         tensor = self.weights.take(name, shape).to(device=self.device, dtype=self.dtype)

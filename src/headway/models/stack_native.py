@@ -111,6 +111,8 @@ def missing(config: ModelConfig) -> str | None:
         "other norms than those before attention and MLP": features.norms != Norms() or features.norm_offset or features.qk_norm_wide,
         f"activation {config.activation}": config.activation != "silu",
         "soft caps on scores": features.attention_softcap,
+        "sinks": features.sinks,
+        "mixtures of experts": features.experts is not None,
         "two rotations": config.local_rope is not None,
     }
     return ", ".join(what for what, there in lacks.items() if there) or None

@@ -58,7 +58,7 @@ typedef struct {
     void *y;                    // [num_tokens][out], with `gated` [num_tokens][out / 2]
     int64_t num_tokens, in, out, stride;
     int32_t num_threads;
-    int32_t gated;              // W holds gates and ups in turn, 16 outputs each: 1: silu(gate) * up, 2: gelu(gate) * up by tanh, 0: no gates
+    int32_t gated;              // W holds gates and ups in turn, 16 outputs each: 1: silu(gate) * up, 2: gelu(gate) * up by tanh, 3: gpt-oss's, 0: no gates
 } linear_args;
 
 typedef struct {
@@ -67,6 +67,27 @@ typedef struct {
     int32_t num_threads;
     float softcap;
 } softcap_args;
+
+typedef struct { const void *weight; const float *scales; const void *bias; } product;    // as in linear_args
+
+typedef struct {
+    const void *x;              // [num_tokens][hidden]
+    const void *residual;       // [num_tokens][hidden], or NULL
+    void *y;                    // [num_tokens][hidden]
+    const void *logits;         // of the router: [num_tokens][num_experts], `stride` elements from token to token
+    const float *choice_bias;   // [num_experts]: added to scores to choose, not to weigh; or NULL
+    const product *gate_up, *down;      // [num_experts]
+    int32_t *chosen, *order;    // what follows is scratch: [num_tokens * per_token] both
+    float *weights;             // [num_tokens * per_token]
+    void *rows, *inner, *made;  // [num_tokens][hidden], [num_tokens][inner_size], [num_tokens][hidden]
+    float *sums;                // [num_tokens][hidden]
+    int32_t *starts;            // [num_experts + 1]
+    float *scores;              // [2][num_experts]
+    void *scratch;              // of linear_args for the wider input
+    int64_t num_tokens, hidden, inner_size, stride;
+    int32_t num_experts, per_token, num_groups, groups_kept, sigmoid, normalised, gated, num_threads;
+    float scale;                // of weights
+} experts_args;
 
 typedef struct {
     const void *logits;         // [num_rows][width], `stride` elements from row to row

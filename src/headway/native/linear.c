@@ -56,17 +56,18 @@ EXPORT int linear_tiles_permitted(void) { return tiles_permitted(); }
 #if defined(MULTIPLIES)
 
 // Sizes of an element: 2 is bf16, 4 is f32, and of weights 1 is int8.
-INLINE vec load(const void *from, int64_t i, const int size) { return size == 4 ? load_f32((const f32 *)from + i) : load_bf16((const bf16 *)from + i); }
-INLINE void store(void *to, int64_t i, vec x, const int size) {
-    if (size == 4) store_f32((f32 *)to + i, x);
-    else store_bf16((bf16 *)to + i, x);
-}
 
 INLINE void finish(const linear_args *a, vec first, vec second, int64_t token, int64_t column, const int size) {
     if (a->bias) { first += load(a->bias, column, size); second += load(a->bias, column + LANES, size); }
     if (a->gated) {
-        // Both are x / (1 + e^-g): by tanh, gelu's g is sqrt(8 / pi) (x + 0.044715 x^3). e^88 is the largest power of e that f32 holds, and the quotient is 0 there.
-        const vec g = a->gated == 1 ? first : first * (1.5957691216057308f + 0.07135481282553954f * first * first);
+        // All are x / (1 + e^-g): by tanh, gelu's g is sqrt(8 / pi) (x + 0.044715 x^3). e^88 is the largest power of e that f32 holds, and the quotient is 0 there.
+        vec g = first;
+        if (a->gated == 2) g = first * (1.5957691216057308f + 0.07135481282553954f * first * first);
+        if (a->gated == 3) {
+            first = -vmax(-first, splat(-7.0f));
+            second = 1.0f - vmax(-vmax(second, splat(-7.0f)), splat(-7.0f));
+            g = first * 1.702f;
+        }
         store(a->y, token * (a->out / 2) + column / 2, first / (1.0f + exp_of(-vmax(g, splat(-88.0f)))) * second, size);
         return;
     }

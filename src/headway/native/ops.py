@@ -6,6 +6,7 @@ The argument records mirror the structs in kernels.h field by field.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -101,7 +102,7 @@ def softcap_(library: Library, x: Tensor, softcap: float) -> Tensor:
     return x
 
 
-GATES = {"silu": 1, "gelu_pytorch_tanh": 2}
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gpt_oss": 3}
 """What linear.c does with the first half of the outputs before it multiplies the second half with it, by Hugging Face's names."""
 
 
@@ -161,6 +162,76 @@ class PackedLinear:
     def scratch(self, num_tokens: int) -> Tensor:
         """Where linear.c puts x [num_tokens, size_in] as integers or floats; empty where it multiplies x as it is."""
         return torch.empty(num_tokens * self._bytes_per_token, dtype=torch.uint8)
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (("weight", _P), ("scales", _P), ("bias", _P))
+
+
+class _ExpertsArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _P) for name in ("x", "residual", "y", "logits", "choice_bias", "gate_up", "down", "chosen", "order", "weights")),
+        *((name, _P) for name in ("rows", "inner", "made", "sums", "starts", "scores", "scratch")),
+        *((name, _I64) for name in ("num_tokens", "hidden", "inner_size", "stride")),
+        *((name, _I32) for name in ("num_experts", "per_token", "num_groups", "groups_kept", "sigmoid", "normalised", "gated")),
+        ("num_threads", _I32), ("scale", _F),
+    )
+
+
+class PackedExperts:
+    """Experts whose products are packed and alike, and how a router's scores choose and weigh them, for experts.c."""
+
+    def __init__(
+        self, library: Library, gate_ups: Sequence[PackedLinear], downs: Sequence[PackedLinear], *, per_token: int, sigmoid: bool,
+        normalised: bool, scale: float, choice_bias: Tensor | None = None, num_groups: int = 1, groups_kept: int = 1,
+    ) -> None:
+        """choice_bias  float32 [number of experts], added to scores to choose"""
+        first, last, num = gate_ups[0], downs[0], len(gate_ups)
+        shapes = {(up.size_in, up.size_out, up.gate, down.size_in, down.size_out) for up, down in zip(gate_ups, downs, strict=True)}
+        if shapes != {(last.size_out, 2 * last.size_in, first.gate, last.size_in, last.size_out)} or not first.gate:
+            raise ValueError(f"experts must be alike and gated, got {shapes}")
+        if not 1 <= per_token <= num // num_groups * groups_kept or num % num_groups or not 1 <= groups_kept <= num_groups:
+            raise ValueError(f"{per_token} of {num} experts, from {groups_kept} of {num_groups} groups, cannot be chosen")
+        if choice_bias is not None and (choice_bias.dtype != torch.float32 or choice_bias.shape != (num,)):
+            raise ValueError(f"choice_bias must be float32 [{num}], got {choice_bias.dtype} {tuple(choice_bias.shape)}")
+        self.hidden_size, self.inner_size, self.num, self.per_token = last.size_out, last.size_in, num, per_token
+        self.dtype = first.dtype
+        self._products, self._choice_bias = (gate_ups, downs), choice_bias
+        self._records = tuple((_Product * num)(*map(_product, products)) for products in self._products)
+        self._function = library.function("experts", self.dtype)
+        self._args = _ExpertsArgs(
+            gate_up=ctypes.addressof(self._records[0]), down=ctypes.addressof(self._records[1]), hidden=self.hidden_size,
+            choice_bias=None if choice_bias is None else choice_bias.data_ptr(), inner_size=self.inner_size, num_experts=num,
+            per_token=per_token, num_groups=num_groups, groups_kept=groups_kept, sigmoid=sigmoid, normalised=normalised,
+            gated=GATES[first.gate], scale=scale,
+        )
+
+    def __call__(self, x: Tensor, logits: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [num_tokens, hidden], the router's logits [num_tokens, number of experts] (+ residual like x) -> like x"""
+        num_tokens = len(x)
+        for tensor in (x, *([] if residual is None else [residual])):
+            if tensor.shape != (num_tokens, self.hidden_size) or tensor.dtype != self.dtype or not tensor.is_contiguous():
+                raise ValueError(f"x and residual must be contiguous {self.dtype} [n, {self.hidden_size}], got {tuple(tensor.shape)}")
+        if logits.shape != (num_tokens, self.num) or logits.dtype != self.dtype or logits.stride(1) != 1:
+            raise ValueError(f"logits must be {self.dtype} [{num_tokens}, {self.num}], got {tuple(logits.shape)} {logits.dtype}")
+        y, choices = torch.empty_like(x), num_tokens * self.per_token
+        whole, parts = torch.empty(2 * choices + self.num + 1, dtype=torch.int32), torch.empty(choices + 2 * self.num)
+        made, inner, sums = x.new_empty(2, num_tokens, self.hidden_size), x.new_empty(num_tokens, self.inner_size), torch.empty(x.shape)
+        scratch = max((products[0].scratch(num_tokens) for products in self._products), key=torch.Tensor.numel)
+        args = self._args
+        args.x, args.y, args.residual = x.data_ptr(), y.data_ptr(), None if residual is None else residual.data_ptr()
+        args.logits, args.stride, args.num_tokens = logits.data_ptr(), logits.stride(0), num_tokens
+        args.chosen, args.order, args.starts = (whole.data_ptr() + 4 * offset for offset in (0, choices, 2 * choices))
+        args.weights, args.scores = parts.data_ptr(), parts.data_ptr() + 4 * choices
+        args.rows, args.made = made[0].data_ptr(), made[1].data_ptr()
+        args.inner, args.sums, args.scratch = inner.data_ptr(), sums.data_ptr(), scratch.data_ptr()
+        args.num_threads = torch.get_num_threads()
+        self._function(ctypes.byref(args))
+        return y
+
+
+def _product(packed: PackedLinear) -> _Product:
+    return _Product(*(None if part is None else part.data_ptr() for part in (packed.weight, packed.scales, packed.bias)))
 
 
 def can_pack(library: Library, weight: Tensor, int8: bool = False) -> bool:

@@ -92,6 +92,13 @@ INLINE void store_f16(f16 *p, vec x) {
 #endif
 }
 
+// Of elements of `size` bytes: 2 is bf16, 4 is f32.
+INLINE vec load(const void *from, int64_t i, const int size) { return size == 4 ? load_f32((const f32 *)from + i) : load_bf16((const bf16 *)from + i); }
+INLINE void store(void *to, int64_t i, vec x, const int size) {
+    if (size == 4) store_f32((f32 *)to + i, x);
+    else store_bf16((bf16 *)to + i, x);
+}
+
 INLINE vec vmax(vec a, vec b) { ivec more = a > b; return (vec)(((ivec)a & more) | ((ivec)b & ~more)); }
 INLINE vec keep_if(ivec condition, vec x) { return (vec)((ivec)x & condition); }
 

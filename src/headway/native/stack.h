@@ -2,8 +2,6 @@
 #pragma once
 #include "kernels.h"
 
-typedef struct { const void *weight; const float *scales; const void *bias; } product;    // as in linear_args
-
 typedef struct {
     const void *input_norm, *post_norm, *q_norm, *k_norm;       // q_norm and k_norm: NULL, or [head_dim]
     product qkv, o, gate_up, down;
