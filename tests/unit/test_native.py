@@ -422,6 +422,50 @@ def test_rms_norm(library: native.Library, dtype: torch.dtype, num_tokens: int, 
             ops.rms_norm(library, bad, wrong, 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("sigmoid", "groups", "residual"), [(False, (1, 1), True), (True, (1, 1), False), (True, (4, 2), True)])
+def test_experts(library: native.Library, dtype: torch.dtype, sigmoid: bool, groups: tuple[int, int], residual: bool) -> None:
+    """Equal to the same sums by PyTorch in float64; a token's bits are its own; one that is not a number harms no other."""
+    if not library.linear_panel:
+        pytest.skip("no products")
+    random = torch.Generator().manual_seed(0)
+
+    def packed(size_out: int, size_in: int, gate: str | None) -> tuple[torch.Tensor, ops.PackedLinear]:
+        weight = (torch.randn(size_out, size_in, generator=random) / size_in**0.5).to(dtype)
+        return weight, ops.PackedLinear(library, weight, gate=gate)
+
+    ups, downs = ([packed(*shape) for _ in range(8)] for shape in ((256, 64, "silu"), (64, 128, None)))
+    bias = torch.randn(8, generator=random) * 0.2 if sigmoid else None
+    experts = ops.PackedExperts(
+        library, [up for _, up in ups], [down for _, down in downs], per_token=3, sigmoid=sigmoid, normalised=True, scale=1.5,
+        choice_bias=bias, num_groups=groups[0], groups_kept=groups[1],
+    )
+    x, more = (torch.randn(40, 64, generator=random).to(dtype) for _ in range(2))
+    logits = torch.randn(40, 64, generator=random).to(dtype)[:, :8]
+    found = experts(x, logits, more if residual else None)
+    scores = logits.double().sigmoid() if sigmoid else logits.double().softmax(-1)
+    choice = scores if bias is None else scores + bias.double()
+    if groups[0] > 1:
+        best = choice.view(40, groups[0], -1).topk(2, -1).values.sum(-1)
+        kept = torch.zeros_like(best).scatter_(1, best.topk(groups[1], -1).indices, 1.0)
+        choice = choice.masked_fill(kept.repeat_interleave(8 // groups[0], 1) == 0, -math.inf)
+    chosen = choice.topk(3, -1).indices
+    weights = scores.gather(1, chosen)
+    weights = weights / weights.sum(-1, keepdim=True) * 1.5
+    expected = more.double() if residual else torch.zeros(40, 64, dtype=torch.float64)
+    for token in range(40):
+        for place, number in enumerate(chosen[token].tolist()):
+            gate, up = (ups[number][0].double() @ x[token].double()).chunk(2)
+            expected[token] += weights[token, place] * (downs[number][0].double() @ (gate * gate.sigmoid() * up))
+    assert (found.double() - expected).abs().max() < {torch.float32: 2e-5, torch.bfloat16: 0.06}[dtype]
+    alone = [experts(x[i : i + 1], logits[i : i + 1], more[i : i + 1] if residual else None) for i in range(40)]
+    assert torch.equal(torch.cat(alone), found)
+    x[:30], logits[:30] = math.nan, math.nan
+    broken = experts(x, logits, more if residual else None)
+    assert broken[:30].isnan().all()
+    assert torch.equal(broken[30:], found[30:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 1), (3, 320), (5, 1003)])
 def test_softcap(library: native.Library, dtype: torch.dtype, num_tokens: int, width: int) -> None:

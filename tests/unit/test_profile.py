@@ -57,6 +57,23 @@ def kept(home: Path) -> list[Path]:
     return sorted((home / "profiles").glob("*.json")) if (home / "profiles").exists() else []
 
 
+@pytest.mark.parametrize(("size", "drafts"), [(1, 8), (4, 16), (16, 128)])
+def test_every_row_of_a_measured_pass_is_another_token(model_dir: Path, size: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the same token go to the same experts of a mixture: a verification would look as cheap as a plain step."""
+    engine = build(model_dir)
+    forward, fed = engine.runner.forward, []
+
+    def noted(rows: Any, proposals: Any) -> Any:
+        for row, draft in zip(rows, proposals, strict=True):
+            fed.extend([row.seq.token_ids[-1], *(draft.tokens if draft else ())])
+        return forward(rows, proposals)
+
+    monkeypatch.setattr(engine.runner, "forward", noted)
+    assert profile._pass(engine, size, drafts, 32) is not None
+    assert len(fed) == size + drafts
+    assert len(set(fed)) > 0.9 * len(fed)
+
+
 def test_measured_and_kept(model_dir: Path, home: Path) -> None:
     engine = build(model_dir)
     engine.check()

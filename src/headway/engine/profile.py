@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ ALONE = range(9)          # for a single one with little context: where its next
 FEW = (1, 4)              # for all of them together: what comes right behind a full tile
 CONTEXTS = (32, 512)      # tokens of each sequence
 CHECKED = ((1, 0, 32), (4, 16, 32), (16, 16, 32))
+_GOLDEN = 0.618033988749895   # multiples of it, without their whole parts, lie evenly in [0, 1)
 TOLERANCE = 0.25          # by which the checked sizes may differ from a kept profile, after one common factor
 
 
@@ -119,15 +120,16 @@ def _pass(engine: EngineParts, size: int, drafts: int, context: int) -> tuple[Wo
     per_sequence = -(-(context + longest) // block_size)
     if context < 1 or per_sequence * size > pool.num_free:
         return None
-    token = engine.model.config.vocab_size // 2
+    token_ids = _spread(engine.model.config.vocab_size, size + drafts)
     blocks = pool.allocate(per_sequence * size)
     try:
         shares = [drafts // size + (i < drafts % size) for i in range(size)]
         rows = [
-            Row(_sequence(i, [token] * context, blocks[i * per_sequence : (i + 1) * per_sequence]), context - 1, 1, share)
+            Row(_sequence(i, [token_ids[i]] * context, blocks[i * per_sequence : (i + 1) * per_sequence]), context - 1, 1, share)
             for i, share in enumerate(shares)
         ]
-        proposals = [Draft([token] * share) if share else None for share in shares]
+        left = iter(token_ids[size:])
+        proposals = [Draft(list(islice(left, share))) if share else None for share in shares]
         began = time.perf_counter()
         out = engine.runner.forward(rows, proposals)
         engine.verifier.verify(out.logits, rows, proposals)
@@ -136,6 +138,11 @@ def _pass(engine: EngineParts, size: int, drafts: int, context: int) -> tuple[Wo
         return Work(size, size + drafts, size * context), (time.perf_counter() - began) * 1e3
     finally:
         pool.release(blocks)
+
+
+def _spread(vocab_size: int, count: int) -> list[int]:
+    """Tokens all over the vocabulary: equal ones would all go to the same experts of a mixture, and look cheaper than text is."""
+    return [int(vocab_size * (i * _GOLDEN % 1.0)) for i in range(count)]
 
 
 def _sequence(index: int, token_ids: list[int], blocks: list[int]) -> Sequence:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,8 +34,23 @@ def load_model(
     directory = hub.resolve(name, progress=progress)
     config = ModelConfig.from_directory(directory)
     where = pick_device(device)
-    with torch.inference_mode(), Weights(directory) as weights:
-        return _Builder(config, weights, pick_dtype(dtype, where), where, quantization == "int8").decoder(directory, max_model_len)
+    with Weights(directory) as weights:
+        return make_decoder(config, weights, pick_dtype(dtype, where), where, directory, quantization == "int8", max_model_len)
+
+
+class TensorSource(Protocol):
+    """What is asked of `Weights`."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+
+@torch.inference_mode()
+def make_decoder(
+    config: ModelConfig, weights: TensorSource, dtype: torch.dtype, device: torch.device, directory: Path, int8: bool = False,
+    max_model_len: int | None = None,
+) -> Decoder:
+    """`directory`: where its tokenizer is. Raises ModelError for a weight that is missing or misshapen."""
+    return _Builder(config, weights, dtype, device, int8).decoder(directory, max_model_len)
 
 
 def pick_device(device: str) -> torch.device:
@@ -79,7 +95,7 @@ def _cpu_has_bf16() -> bool:
 class _Builder:
     """Makes a Decoder of a directory's weights."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, int8: bool) -> None:
+    def __init__(self, config: ModelConfig, weights: TensorSource, dtype: torch.dtype, device: torch.device, int8: bool) -> None:
         self.config, self.weights, self.dtype, self.device, self.int8 = config, weights, dtype, device, int8
         self.q_size, self.kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.order = rotated_order(config.head_dim, num_rotated(config.rope, config.head_dim), config.features.interleaved_rotation)

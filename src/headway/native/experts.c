@@ -1,5 +1,6 @@
 // A mixture of experts: every token is multiplied by the few experts that its router's scores choose. Tokens are grouped by expert, so that an expert's
 // weights are read once for all of its tokens. A token's sum runs over its experts in the order of their numbers, whichever tokens share the pass.
+#include <float.h>
 #include "kernels.h"
 #include "parallel.h"
 
@@ -23,6 +24,7 @@ static void score(const experts_args *a, int64_t token, const int size) {
     for (int e = 0; e < a->num_experts; e++) {
         if (!a->sigmoid) weigh[e] /= total;
         choose[e] = weigh[e] + (a->choice_bias ? a->choice_bias[e] : 0.0f);
+        if (choose[e] != choose[e]) choose[e] = -FLT_MAX;     // not a number, but a choice: a token's experts are always different ones
     }
 }
 
