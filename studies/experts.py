@@ -1,11 +1,11 @@
 """What verification costs where every row has experts of its own, and whether the default policy finds how much to draft there.
 
-    python studies/experts.py [--layers 3] [--minutes 2] [--output results/experts/MACHINE.json]
+    python studies/experts.py [--layers 2] [--output results/experts/MACHINE.json]
 
 Two networks with random weights: a mixture in the proportions of Qwen3-30B-A3B (128 experts of 768, 8 for each token, hidden size 2,048),
 and a dense one whose MLP is as wide as the experts of one token together. `steps`: milliseconds of a pass of one request with n rows.
 `text`: tokens a second with drafts of arbitrary tokens, which cost nothing and are accepted at the given rate whatever they are, by fixed
-numbers of drafts and by the default policy. The last line is one JSON document.
+numbers of drafts and by the default policy, which learns for LEARN_S seconds before it is measured. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ ROWS = (1, 2, 3, 5, 9, 17)
 RATES = (0.5, 0.7, 0.9)
 FIXED = (0, 1, 2, 4, 8)
 REQUESTS = (1, 4)
+WARM_S, MEASURED_S, LEARN_S = 0.2, 1.0, 5.0
 
 
 class Arbitrary(Drafter):
@@ -61,7 +62,8 @@ class RandomWeights:
         if len(shape) == 1:
             return torch.ones(shape)
         if shape not in self.made or "mlp.gate." in name:   # routers differ
-            self.made[shape] = torch.randn(shape, generator=self.random) / shape[-1] ** 0.5
+            gain = 4.0 if "embed_tokens" in name else shape[-1] ** -0.5   # what a token is says more than what was before it, as in text
+            self.made[shape] = torch.randn(shape, generator=self.random) * gain
         return self.made[shape]
 
 
@@ -71,7 +73,7 @@ def make(kind: str, layers: int) -> Decoder:
     experts = ExpertTraits(128, 8, 768, (True,) * layers) if kind == "experts" else None
     config = replace(
         small, hidden_size=2048, intermediate_size=8 * 768, num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128,
-        max_position=4096, features=Traits(qk_norm=True, experts=experts),
+        max_position=8192, features=Traits(qk_norm=True, experts=experts),
     )   # fmt: skip
     return make_decoder(config, RandomWeights(), torch.bfloat16, torch.device("cpu"), directory)
 
@@ -79,6 +81,8 @@ def make(kind: str, layers: int) -> Decoder:
 def steps(model: Decoder, rounds: int) -> dict[str, float]:
     """Rows -> median milliseconds of a pass, other tokens every time."""
     cache = KVCache(model.config, 8, 64, model.dtype, model.device)
+    first = torch.randint(0, model.config.vocab_size, (64,))
+    model.forward(first, torch.arange(64), cache.plan([(list(range(8)), 0, 64)]), cache)
     times: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(rounds):
         for rows in ROWS:
@@ -90,23 +94,23 @@ def steps(model: Decoder, rounds: int) -> dict[str, float]:
     return {str(rows): statistics.median(mine[1:]) for rows, mine in times.items()}
 
 
-def text(model: Decoder, rate: float, policy: str, k: int, requests: int, seconds: float) -> tuple[float, float]:
+def text(model: Decoder, rate: float, policy: str, k: int, requests: int) -> tuple[float, float]:
     """(tokens a second, drafts verified for each request and step)"""
     speculative = SpeculativeConfig.parse({
         "method": "__main__:Arbitrary", "rejection_sample_method": "synthetic", "num_speculative_tokens": k,
         "synthetic_acceptance_rates": [rate ** (j + 1) for j in range(k)], "policy": policy,
     }) if k else None  # fmt: skip
-    engine = Engine(EngineConfig(model=TOKENIZER, speculative=speculative, max_model_len=2048, kv_cache_memory_bytes=1 << 28), model=model)
+    engine = Engine(EngineConfig(model=TOKENIZER, speculative=speculative, max_model_len=8192, kv_cache_memory_bytes=1 << 28), model=model)
     for i in range(requests):
-        engine.add(Request(f"r{i}", [1000 + i] * 8, SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)))
-    warm = time.perf_counter() + 0.4 * seconds
+        engine.add(Request(f"r{i}", [1000 + i] * 8, SamplingParams(temperature=0.0, max_tokens=7000, ignore_eos=True)))
+    warm = time.perf_counter() + (LEARN_S if policy == "goodput" else WARM_S)
     while time.perf_counter() < warm:
         engine.step()
-    began, tokens, num_steps, verified = time.perf_counter(), 0, 0, sum(engine.metrics.verified.values())
-    while time.perf_counter() < began + seconds and engine.has_work():
+    began, tokens, num_steps, verified = time.perf_counter(), 0, 0, engine.metrics.num_verified_drafts
+    while time.perf_counter() < began + MEASURED_S and engine.has_work():
         tokens += sum(len(delta.token_ids) for delta in engine.step())
         num_steps += 1
-    per_step = (sum(engine.metrics.verified.values()) - verified) / num_steps / requests
+    per_step = (engine.metrics.num_verified_drafts - verified) / num_steps / requests
     return tokens / (time.perf_counter() - began), per_step
 
 
@@ -115,11 +119,9 @@ WAYS = {**{f"k{k}": ("static", k) for k in FIXED}, "goodput": ("goodput", max(FI
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    cells = len(RATES) * len(REQUESTS) * len(WAYS)
     found: dict[str, Any] = {}
     for kind in ("experts", "dense"):
         model = make(kind, args.layers)
@@ -127,8 +129,7 @@ def main() -> None:
         print(kind, {rows: round(ms / found[kind]["steps"]["1"], 2) for rows, ms in found[kind]["steps"].items()}, flush=True)
         for requests in REQUESTS:
             for rate in RATES:
-                seconds = args.minutes * 60 / 2 / cells / 1.4
-                cell = {name: text(model, rate, *way, requests, seconds) for name, way in WAYS.items()}
+                cell = {name: text(model, rate, *way, requests) for name, way in WAYS.items()}
                 entries = {name: {"tokens_per_s": speed, "drafts": drafts} for name, (speed, drafts) in cell.items()}
                 found[kind]["text"][f"{rate}@{requests}"] = entries
                 print(kind, f"{rate}@{requests}", {name: f"{speed:.1f} ({k:.1f})" for name, (speed, k) in cell.items()}, flush=True)

@@ -209,6 +209,7 @@ class EngineConfig:
         None, "int8: weights as 8-bit integers, up to twice as fast at few requests; changes the output a little (CPU with AVX2)",
         choices=QUANTIZATIONS,
     )
+    lora: str | None = option(None, "directory of a LoRA adapter (PEFT's format), merged into the model's weights")
     device: str = option("auto", "cpu, cuda, cuda:N, or auto")
     seed: int = option(0, "seeds the requests that bring no seed of their own")
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens")

@@ -24,7 +24,7 @@ from headway.types import Request
 from tests import speculators_reference
 from tests.heads import eagle3_dir, mtp_dir
 from tests.speculators_reference import MTP_FIXTURE, inputs, make_mtp_directories
-from tests.tiny import tiny_model_dir
+from tests.tiny import random_weights, tiny_model_dir
 
 ROWS = 5
 STEPS = 4
@@ -104,6 +104,66 @@ def test_the_next_step_reads_the_normed_output(target: Decoder, tmp_path: Path, 
     network = file.load(target)
     torch.testing.assert_close(network.predict(x)[1], normed, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(network.handed_on(x), normed, atol=1e-5, rtol=1e-5)
+
+
+GLM = {"num_hidden_layers": 2, "num_nextn_predict_layers": 2, "tie_word_embeddings": False}
+
+
+@pytest.fixture
+def glm_dir(tmp_path: Path) -> Path:
+    """GLM-4.5 as it is published: two modules behind the target's layers, with mixtures of experts and the target's tables once more."""
+    directory = tiny_model_dir(tmp_path, "glm4_moe", seed=5, **GLM)
+    config = json.loads((directory / "config.json").read_text())
+    state = load_file(directory / "model.safetensors")
+    more = random_weights({**config, "num_hidden_layers": 4}, 6, torch.float32)
+    random = torch.Generator().manual_seed(7)
+    for layer in ("model.layers.2", "model.layers.3"):
+        state |= {name: tensor for name, tensor in more.items() if name.startswith(f"{layer}.")}
+        state[f"{layer}.eh_proj.weight"] = torch.randn(64, 128, generator=random) / 8
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            state[f"{layer}.{name}.weight"] = 1.0 + 0.2 * torch.randn(64, generator=random)
+        state[f"{layer}.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+        state[f"{layer}.shared_head.head.weight"] = state["lm_head.weight"].clone()
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def test_glm_s_modules_are_those_of_transformers(glm_dir: Path) -> None:
+    """Both modules over a text, the second on what the first hands on; positions begin behind the first, whose token we leave out."""
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    tokens = torch.randint(0, 320, (14,), generator=torch.Generator().manual_seed(0))
+    main = AutoModelForCausalLM.from_pretrained(glm_dir, dtype=torch.float32, attn_implementation="eager")
+    mtp = MtpModel.from_pretrained(main)
+    target = load_target(glm_dir)
+    file = MTPFile(glm_dir, target.config)
+    modules = [file.load(target), *file.load_further(target)]
+    assert len(modules) == 2
+    with torch.inference_mode():
+        theirs = hidden = main.model(tokens[None]).last_hidden_state
+        ours, cache = hidden[0], MtpCache(config=main.config.get_mtp_config())
+        for index, module in enumerate(modules):
+            num = len(tokens) - 1 - index
+            positions = torch.arange(1, num + 1)
+            theirs = mtp.forward_layer(index, theirs[:, :num], positions[None], cache, input_ids=tokens[None, index + 1 :])
+            own = KVCache(module.shape, 1, 16, module.dtype, module.device)
+            x = module.forward(tokens[index + 1 :], positions, ours[:num], own.plan([([0], 0, num)]), own)
+            logits, ours = module.predict(x)
+            torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, mtp._project_to_logits(theirs)[0], atol=1e-4, rtol=1e-4)
+
+
+def test_glm_drafts_for_itself(glm_dir: Path) -> None:
+    speculative = SpeculativeConfig.parse({"method": "mtp", "policy": "static", "num_speculative_tokens": 3})
+    texts = []
+    for config in (None, speculative):
+        engine = Engine(EngineConfig(model=str(glm_dir), dtype="float32", device="cpu", speculative=config, profile=False))
+        engine.add(Request("r", [5, 6, 7] * 5, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)))
+        texts.append([token for _ in iter(engine.has_work, False) for delta in engine.step() for token in delta.token_ids])
+    assert texts[0] == texts[1]
+    assert sum(engine.metrics.verified.values()) > 0
 
 
 def test_the_module_inside_the_target_needs_no_name(target: Decoder, tmp_path: Path) -> None:

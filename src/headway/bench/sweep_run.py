@@ -36,7 +36,10 @@ KEPT = (
 
 def engines(config: EngineConfig, configurations: Mapping[str, dict[str, Any] | None]) -> dict[str, Engine]:
     """One engine per configuration around one loaded model, each with K/V cache, drafters and policy of its own."""
-    model = load_model(config.model, dtype=config.dtype, device=config.device, quantization=config.quantization, progress=True)
+    model = load_model(
+        config.model, dtype=config.dtype, device=config.device, quantization=config.quantization, max_model_len=config.max_model_len,
+        lora=config.lora, progress=True,
+    )
     config = dataclasses.replace(config, kv_cache_memory_bytes=kv_bytes_each(config, model, len(configurations)))
     return {
         name: Engine(dataclasses.replace(config, speculative=SpeculativeConfig.parse(how)), model=model)

@@ -76,7 +76,7 @@ class Engine:
         self.config = config
         self.model = model or load_model(
             config.model, dtype=config.dtype, device=config.device, quantization=config.quantization,
-            max_model_len=config.max_model_len, progress=progress,
+            max_model_len=config.max_model_len, lora=config.lora, progress=progress,
         )
         self.tokenizer = Tokenizer(self.model.directory)
         self.sampling_defaults = sampling_defaults(config.model, self.model.config.generation)   # for who asks for none

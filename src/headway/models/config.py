@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from headway.errors import ModelError, unknown_key
 from headway.json_object import JsonObject
 from headway.models import families
+from headway.models.quantized import Scheme
 from headway.models.rope import Rope
 from headway.models.traits import Traits
 from headway.native.ops import GATES
@@ -36,6 +37,7 @@ class ModelConfig:
     activation: str = "silu"                                        # of the MLP's gate
     local_rope: Mapping[str, Any] | None = None                     # of layers with a window, where it is another
     generation: Mapping[str, Any] = field(default_factory=dict)     # generation_config.json as it is
+    scheme: Scheme | None = None                                    # how its weights are quantised; None: they are not
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -60,16 +62,17 @@ class ModelConfig:
         path = directory / "config.json"
         raw = JsonObject.read(path, ModelError, EXPECTED)
         model_type = raw.text("model_type", "")
+        if model_type in families.UNSERVED:
+            accepted = ", ".join(families.names())
+            raise ModelError(f"{directory}: {model_type} is not supported: it has {families.UNSERVED[model_type]}. Supported: {accepted}")
         if model_type not in families.names():
             raise ModelError(f"{directory}: " + unknown_key("model_type", model_type, families.names()))
-        raw = raw.child("text_config") if raw.has("text_config") else raw
-        if raw.has("quantization_config"):
-            method = raw.child("quantization_config").text("quant_method", "unknown")
-            raise ModelError(f"{directory}: {method} weights are not supported. Supported: float32, bfloat16, float16, and GGUF files")
-        _check_types(raw)
+        whole, raw = raw, raw.child("text_config") if raw.has("text_config") else raw
         try:
+            scheme = Scheme.of(whole)
+            _check_types(raw)
             hf = families.read_config(model_type, directory, raw.values)
-            config = cls._of(model_type, hf, raw, _read_generation(directory))
+            config = replace(cls._of(model_type, hf, raw, _read_generation(directory)), scheme=scheme)
             Rope.of(config, torch.device("cpu"))
         except ModelError as error:
             raise error if str(directory) in str(error) else ModelError(f"{path}: {error}") from error

@@ -15,7 +15,8 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.experts import Experts
 from headway.models.layers import MLP, GatedLinear, Layer, Linear, RMSNorm, Scores
-from headway.models.rope import num_rotated, rotated_order
+from headway.models.lora import Adapter
+from headway.models.rope import in_rotated_order, num_rotated, rotated_order
 from headway.models.traits import ExpertTraits
 from headway.models.weights import Weights
 
@@ -24,18 +25,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load_model(
     name: str, *, dtype: str = "auto", device: str = "auto", quantization: str | None = None, max_model_len: int | None = None,
-    progress: bool = True,
+    lora: str | None = None, progress: bool = True,
 ) -> Decoder:
     """`name`: a built-in name, a local Hugging Face directory, a GGUF file, or a hub id. Raises ModelError.
 
     quantization   "int8": the weights of all matrix products, the output layer's included, as 8-bit integers
     max_model_len  the longest context that is served, where it is less than the model's
+    lora           the directory of an adapter, which is merged into the weights
     """
     directory = hub.resolve(name, progress=progress)
     config = ModelConfig.from_directory(directory)
     where = pick_device(device)
-    with Weights(directory) as weights:
-        return make_decoder(config, weights, pick_dtype(dtype, where), where, directory, quantization == "int8", max_model_len)
+    adapter = None if lora is None else Adapter(Path(lora).expanduser())
+    with Weights(directory, config.scheme, adapter) as weights:
+        model = make_decoder(config, weights, pick_dtype(dtype, where), where, directory, quantization == "int8", max_model_len)
+        weights.check()
+    return model
 
 
 class TensorSource(Protocol):
@@ -203,11 +208,7 @@ class _Builder:
 
     def _in_order(self, weight: Tensor) -> Tensor:
         """Rows of queries and keys, of which there may be values behind, in the order that the rotation works in."""
-        if self.order is None:
-            return weight
-        num_heads = min(len(weight), self.q_size + self.kv_size) // self.config.head_dim
-        rows = [head * self.config.head_dim + i for head in range(num_heads) for i in self.order]
-        return weight[[*rows, *range(len(rows), len(weight))]]
+        return in_rotated_order(weight, self.order, self.config.head_dim, self.config.num_heads + self.config.num_kv_heads)
 
 
 def _saved(product: Linear | GatedLinear) -> int:

@@ -98,6 +98,15 @@ def rotated_order(head_dim: int, num_rotated: int, interleaved: bool) -> list[in
     return [*first, *rest[: len(rest) // 2], *second, *rest[len(rest) // 2 :]]
 
 
+def in_rotated_order(weight: Tensor, order: list[int] | None, head_dim: int, num_heads: int) -> Tensor:
+    """weight [rows, ...] with the rows of its first heads (all there are, but at most `num_heads`) in this order each."""
+    if order is None:
+        return weight
+    num_heads = min(len(weight) // head_dim, num_heads)
+    rows = [head * head_dim + i for head in range(num_heads) for i in order]
+    return weight[[*rows, *range(len(rows), len(weight))]]
+
+
 def num_rotated(rope: Mapping[str, Any], head_dim: int) -> int:
     """How many dimensions of a head turn, an even number. Raises ModelError."""
     number = int(head_dim * float(rope.get("partial_rotary_factor") or 1.0))

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from headway.errors import ModelError
 from headway.json_object import JsonObject
+from headway.models.lora import Adapter
+from headway.models.quantized import Scheme, is_plain
 
 
 class Weights:
     """Read when they are asked for. A language model inside a larger one has its names without that one's."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, scheme: Scheme | None = None, adapter: Adapter | None = None) -> None:
+        """`scheme`: how they are quantised, where they are."""
+        self.directory, self.scheme, self.adapter = directory, scheme, adapter
         self._sources: dict[str, tuple[Any, str]] = {}   # our name -> (open file, name in it)
 
     def __enter__(self) -> Weights:
@@ -35,6 +38,11 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self._sources.clear()
 
+    def check(self) -> None:
+        """Raises ModelError where an adapter has more than what was taken."""
+        if self.adapter is not None:
+            self.adapter.check()
+
     def _paths(self) -> Iterator[Path]:
         index = self.directory / "model.safetensors.index.json"
         if index.exists():
@@ -49,14 +57,30 @@ class Weights:
             raise ModelError(f"{self.directory} has no model.safetensors[.index.json]. Supported: safetensors, GGUF files")
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._sources:
-            raise ModelError(f"{self.directory}: the weights lack {name}")
-        file, stored = self._sources[name]
-        tensor: Tensor = file.get_tensor(stored)
+        """The tensor as plain numbers, with what an adapter adds to it."""
+        tensor = self._read(name)
+        if tensor is None or not is_plain(tensor):
+            tensor = self._dequantized(name, tensor)
         if tuple(tensor.shape) != shape:
             raise ModelError(f"{self.directory}: {name} has shape {tuple(tensor.shape)}, the configuration says {shape}")
-        if not tensor.is_floating_point():
-            raise ModelError(f"{self.directory}: {name} is {tensor.dtype}; supported: float32, bfloat16, float16")
+        return tensor if self.adapter is None else self.adapter.merged(name, tensor)
+
+    def _read(self, name: str) -> Tensor | None:
+        if name not in self._sources:
+            return None
+        file, stored = self._sources[name]
+        tensor: Tensor = file.get_tensor(stored)
+        return tensor
+
+    def _dequantized(self, name: str, stored: Tensor | None) -> Tensor:
+        try:
+            tensor = None if self.scheme is None else self.scheme.weight(name, self._read)
+        except (ModelError, RuntimeError, IndexError, ValueError) as error:   # shapes that do not belong together
+            raise ModelError(f"{self.directory}: {name} cannot be dequantised: {error}") from error
+        if tensor is None:
+            if stored is None:
+                raise ModelError(f"{self.directory}: the weights lack {name}")
+            raise ModelError(f"{self.directory}: {name} is {stored.dtype}; supported: float32, bfloat16, float16")
         return tensor
 
 

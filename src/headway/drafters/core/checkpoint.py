@@ -141,9 +141,10 @@ def decoder_shape(checkpoint: Checkpoint, config: Mapping[str, Any], target: Mod
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` as today's configurations write it, also from `rope_theta` and `rope_scaling` of older ones."""
+    shared = {"partial_rotary_factor": config["partial_rotary_factor"]} if config.get("partial_rotary_factor") else {}
     if isinstance(config.get("rope_parameters"), Mapping):
-        return {"rope_theta": config.get("rope_theta", 10000.0), **config["rope_parameters"]}
-    return {"rope_theta": config.get("rope_theta") or 10000.0, **(config.get("rope_scaling") or {})}
+        return {**shared, "rope_theta": config.get("rope_theta", 10000.0), **config["rope_parameters"]}
+    return {**shared, "rope_theta": config.get("rope_theta") or 10000.0, **(config.get("rope_scaling") or {})}
 
 
 def _open(path: Path) -> dict[str, Any]:

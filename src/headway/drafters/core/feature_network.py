@@ -26,8 +26,10 @@ from headway.models.attention_native import NativePlan
 from headway.models.attention_plan import AttentionPlan
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
+from headway.models.experts import Experts
 from headway.models.layers import MLP, GatedLinear, Layer, Linear, RMSNorm, Scores
-from headway.models.rope import Rope
+from headway.models.rope import Rope, in_rotated_order, num_rotated, rotated_order
+from headway.models.traits import ExpertTraits
 from headway.native.ops import can_pack
 
 
@@ -174,10 +176,6 @@ class Builder:
         weight, offset = self.stacked(prefix, parts, size_in, bias)
         return Linear(weight, offset, int8=_as_int8(weight))
 
-    def gated(self, prefix: str, size: int, size_in: int, bias: bool = False) -> GatedLinear:
-        weight, offset = self.stacked(prefix, {"gate_proj": size, "up_proj": size}, size_in, bias)
-        return GatedLinear(weight, offset, int8=_as_int8(weight))
-
     def stacked(self, prefix: str, parts: dict[str, int], size_in: int, bias: bool = False) -> tuple[Tensor, Tensor | None]:
         """Weight and bias with the fused rows of `prefix.part`, in order."""
         names = {f"{prefix}.{part}".rstrip("."): size for part, size in parts.items()}
@@ -195,21 +193,41 @@ class Builder:
         def has_bias(part: str) -> bool:
             return f"{name}.{part}.bias" in self.checkpoint
 
+        def in_order(tensor: Tensor) -> Tensor:
+            return in_rotated_order(tensor, order, shape.head_dim, shape.num_heads + shape.num_kv_heads)
+
+        def head_norm(part: str) -> RMSNorm | None:
+            return RMSNorm(in_order(self.take(f"{attention}.{part}.weight", shape.head_dim)), shape.rms_norm_eps) if qk_norm else None
+
+        order = rotated_order(shape.head_dim, num_rotated(shape.rope, shape.head_dim), interleaved=False)
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        qkv, offset = self.stacked(attention, parts, size_in or hidden, has_bias("self_attn.q_proj"))
         unit = torch.ones(hidden, dtype=self.dtype, device=self.device)
         return Layer(
             input_norm=self.norm(f"{name}.input_layernorm") if input_norm else RMSNorm(unit, shape.rms_norm_eps),
-            qkv=self.linear(
-                attention, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, size_in or hidden, has_bias("self_attn.q_proj")
-            ),
-            q_norm=self.norm(f"{attention}.q_norm", shape.head_dim) if qk_norm else None,
-            k_norm=self.norm(f"{attention}.k_norm", shape.head_dim) if qk_norm else None,
+            qkv=Linear(in_order(qkv), None if offset is None else in_order(offset), int8=_as_int8(qkv)),
+            q_norm=head_norm("q_norm"),
+            k_norm=head_norm("k_norm"),
             o=self.linear(attention, {"o_proj": hidden}, q_size, has_bias("self_attn.o_proj")),
             post_norm=self.norm(f"{name}.post_attention_layernorm"),
-            mlp=MLP(
-                self.gated(f"{name}.mlp", inner, hidden, has_bias("mlp.gate_proj")),
-                self.linear(f"{name}.mlp", {"down_proj": hidden}, inner, has_bias("mlp.down_proj")),
-            ),
+            mlp=self.mlp(f"{name}.mlp", inner) if shape.features.experts is None else self.experts(name, shape.features.experts),
             scores=Scores(window),
+        )
+
+    def mlp(self, name: str, inner: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> MLP:
+        gate, up, down = parts
+        bias, hidden = f"{name}.{gate}.bias" in self.checkpoint, self.shape.hidden_size
+        weight, offset = self.stacked(name, {gate: inner, up: inner}, hidden, bias)
+        return MLP(GatedLinear(weight, offset, int8=_as_int8(weight)), self.linear(name, {down: hidden}, inner, bias))
+
+    def experts(self, layer: str, traits: ExpertTraits) -> Experts:
+        """A mixture of experts like the target's, which are published one by one."""
+        block = f"{layer}.{traits.block}"
+        return Experts(
+            traits, self.take(f"{block}.{traits.router}.weight", traits.num, self.shape.hidden_size), None,
+            [self.mlp(f"{block}.experts.{number}", traits.inner_size, traits.parts) for number in range(traits.num)],
+            self.mlp(f"{block}.shared_experts", traits.shared_size) if traits.shared_size else None,
+            None if traits.choice_bias is None else self.take(f"{block}.{traits.choice_bias}", traits.num),
         )
 
     def embedding(self, name: str, of_target: Tensor) -> Tensor:

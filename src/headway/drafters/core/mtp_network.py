@@ -9,9 +9,11 @@ j % (number of modules), as in vLLM and SGLang: a single one is chained over its
 - MiMo's: the same names under `model.`, the hidden state first in the projection;
 - DeepSeek-V3's: `model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm, shared_head.head}` beside layer N, counted on from the target's.
 
-The layer itself must be a dense Llama-like one; mixtures of experts and latent attention are named in the error.
+The layer itself must be a dense Llama-like one, or have a mixture of experts like the target's (GLM-4.5); what else there is, such as
+latent attention, is named in the error.
 
-What is handed on is normed in every layout. For DeepSeek's, vLLM did otherwise until it followed SGLang (`deepseek_mtp.py` of 0.31).
+What is handed on is normed in every layout, as in transformers (`MtpLayer`, `post_norm`) and SGLang. For DeepSeek's, vLLM did otherwise
+until `deepseek_mtp.py` of 0.31.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from headway.drafters.core.wiring import Wiring
 from headway.errors import ModelError
 from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
+from headway.models.traits import Traits
 
 logger = logging.getLogger("headway.mtp")
 
@@ -67,9 +70,10 @@ LAYOUTS = (
     ),
 )
 
+MIXTURE = "a mixture of experts"
 UNSUPPORTED = {
-    "mlp.experts": "a mixture of experts",
-    "mlp.gate.weight": "a mixture of experts",
+    "mlp.experts": MIXTURE,
+    "mlp.gate.weight": MIXTURE,
     "self_attn.kv_a_proj": "latent attention",
     "linear_attn": "linear attention",
 }
@@ -98,10 +102,20 @@ class MTPFile(FeatureFile):
         if self.shape.hidden_size != target.hidden_size:
             sizes = f"made for a target of hidden size {self.shape.hidden_size}, the target's is {target.hidden_size}"
             raise ModelError(f"{directory}: {sizes}")
-        layers = tuple(f"{self.layout.layer.format(i=i)}." for i in self._numbers)
+        experts = target.features.experts
+        if experts is not None and not experts.stacked and self._has(f"{experts.block}.experts.0."):
+            self.shape = replace(self.shape, features=Traits(experts=experts))
         for part, what in UNSUPPORTED.items():
-            if any(name.startswith(tuple(f"{layer}{part}" for layer in layers)) for name in checkpoint.names):
-                raise ModelError(f"{directory}: the module's layer has {what}, which is not supported. Supported: dense Llama-like layers")
+            if self._has(part) and not (what == MIXTURE and self.shape.features.experts):
+                raise ModelError(
+                    f"{directory}: the module's layer has {what}, which is not supported. Supported: dense Llama-like layers, and mixtures "
+                    "of experts like the target's"
+                )
+
+    def _has(self, part: str) -> bool:
+        """Whether a module's layer has a tensor whose name begins so."""
+        starts = tuple(f"{self.layout.layer.format(i=i)}.{part}" for i in self._numbers)
+        return any(name.startswith(starts) for name in self.checkpoint.names)
 
     def _count(self, *configs: Mapping[str, Any]) -> int:
         """How many modules there are. The weights decide; a configuration that names more than there are is an error."""

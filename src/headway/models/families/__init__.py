@@ -16,6 +16,14 @@ from headway.errors import ModelError, unknown_key
 from headway.models.traits import Traits
 
 
+UNSERVED = {
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+    "qwen3_next": "linear attention, whose running state would have to be taken back for every rejected draft",
+}
+"""model_type -> what it has that nothing here runs."""
+
+
 def names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
