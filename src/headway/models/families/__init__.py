@@ -15,7 +15,6 @@ from typing import Any
 from headway.errors import ModelError, unknown_key
 from headway.models.traits import Traits
 
-
 UNSERVED = {
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
