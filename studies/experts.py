@@ -5,13 +5,16 @@
 Two networks with random weights: a mixture in the proportions of Qwen3-30B-A3B (128 experts of 768, 8 for each token, hidden size 2,048),
 and a dense one whose MLP is as wide as the experts of one token together. `steps`: milliseconds of a pass of one request with n rows.
 `text`: tokens a second with drafts of arbitrary tokens, which cost nothing and are accepted at the given rate whatever they are, by fixed
-numbers of drafts and by the default policy, which learns for LEARN_S seconds before it is measured. The last line is one JSON document.
+numbers of drafts and by the default policy, which starts knowing nothing and learns for LEARN_S seconds before it is measured. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,7 +41,7 @@ ROWS = (1, 2, 3, 5, 9, 17)
 RATES = (0.5, 0.7, 0.9)
 FIXED = (0, 1, 2, 4, 8)
 REQUESTS = (1, 4)
-WARM_S, MEASURED_S, LEARN_S = 0.2, 1.0, 5.0
+WARM_S, MEASURED_S, LEARN_S = 0.2, 1.0, 4.0
 
 
 class Arbitrary(Drafter):
@@ -61,19 +64,19 @@ class RandomWeights:
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape)
+        if "embed_tokens" in name:   # what a token is says more than what was before it, as in text
+            return torch.randn(shape, generator=self.random) * 4.0
         if shape not in self.made or "mlp.gate." in name:   # routers differ
-            gain = 4.0 if "embed_tokens" in name else shape[-1] ** -0.5   # what a token is says more than what was before it, as in text
-            self.made[shape] = torch.randn(shape, generator=self.random) * gain
+            self.made[shape] = torch.randn(shape, generator=self.random) * shape[-1] ** -0.5
         return self.made[shape]
 
 
-def make(kind: str, layers: int) -> Decoder:
-    directory = hub.resolve(TOKENIZER)
+def make(kind: str, layers: int, directory: Path) -> Decoder:
     small = ModelConfig.from_directory(directory)
     experts = ExpertTraits(128, 8, 768, (True,) * layers) if kind == "experts" else None
     config = replace(
         small, hidden_size=2048, intermediate_size=8 * 768, num_layers=layers, num_heads=32, num_kv_heads=4, head_dim=128,
-        max_position=8192, features=Traits(qk_norm=True, experts=experts),
+        max_position=8192, tie_word_embeddings=False, features=Traits(qk_norm=True, experts=experts),
     )   # fmt: skip
     return make_decoder(config, RandomWeights(), torch.bfloat16, torch.device("cpu"), directory)
 
@@ -100,9 +103,17 @@ def text(model: Decoder, rate: float, policy: str, k: int, requests: int) -> tup
         "method": "__main__:Arbitrary", "rejection_sample_method": "synthetic", "num_speculative_tokens": k,
         "synthetic_acceptance_rates": [rate ** (j + 1) for j in range(k)], "policy": policy,
     }) if k else None  # fmt: skip
-    engine = Engine(EngineConfig(model=TOKENIZER, speculative=speculative, max_model_len=8192, kv_cache_memory_bytes=1 << 28), model=model)
-    for i in range(requests):
-        engine.add(Request(f"r{i}", [1000 + i] * 8, SamplingParams(temperature=0.0, max_tokens=7000, ignore_eos=True)))
+    with tempfile.TemporaryDirectory() as home:   # nothing that another cell learned
+        os.environ["HEADWAY_HOME"] = home
+        config = EngineConfig(
+            model=str(model.directory), speculative=speculative, max_model_len=8192, kv_cache_memory_bytes=1 << 28, seed=requests
+        )   # fmt: skip
+        return measured(Engine(config, model=model), policy, requests)
+
+
+def measured(engine: Engine, policy: str, requests: int) -> tuple[float, float]:
+    for i in range(requests):   # sampled, or the text would soon repeat one token, and its experts stay in the caches
+        engine.add(Request(f"r{i}", [1000 + i] * 8, SamplingParams(temperature=1.0, seed=i, max_tokens=7000, ignore_eos=True)))
     warm = time.perf_counter() + (LEARN_S if policy == "goodput" else WARM_S)
     while time.perf_counter() < warm:
         engine.step()
@@ -122,9 +133,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    directory = hub.resolve(TOKENIZER)
     found: dict[str, Any] = {}
     for kind in ("experts", "dense"):
-        model = make(kind, args.layers)
+        model = make(kind, args.layers, directory)
         found[kind] = {"steps": steps(model, 12), "text": {}}
         print(kind, {rows: round(ms / found[kind]["steps"]["1"], 2) for rows, ms in found[kind]["steps"].items()}, flush=True)
         for requests in REQUESTS:

@@ -136,6 +136,7 @@ def test_glm_s_modules_are_those_of_transformers(glm_dir: Path) -> None:
 
     tokens = torch.randint(0, 320, (14,), generator=torch.Generator().manual_seed(0))
     main = AutoModelForCausalLM.from_pretrained(glm_dir, dtype=torch.float32, attn_implementation="eager")
+    main._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\.", r"model\.layers\.3\."]   # it knows those of the published sizes
     mtp = MtpModel.from_pretrained(main)
     target = load_target(glm_dir)
     file = MTPFile(glm_dir, target.config)

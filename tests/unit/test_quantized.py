@@ -162,7 +162,7 @@ def test_a_quantised_model_is_the_model_of_its_weights(tmp_path: Path, family: s
     found, expected = (our_logits(load_model(str(path), dtype="float32", device="cpu"), token_ids) for path in (directory, other))
     assert (found - expected).abs().max() < 1e-4
     original = our_logits(load_model(str(tiny_model_dir(tmp_path, family)), dtype="float32", device="cpu"), token_ids)
-    assert 1e-3 < (found - original).abs().max() < 5.0
+    assert 1e-3 < (found - original).abs().mean() < 1.5
 
 
 def test_gpt_oss_s_4_bit_floats_are_what_transformers_reads(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def measure(model: Decoder, at_least: float = 0.0) -> Roofline:
     # An input table that is not the output layer's as well is looked up row by row, not read.
     shared = config.tie_word_embeddings and not model.int8
     per_step = model.weight_bytes - (0 if shared else model.embedding.nbytes)
+    per_step -= round(model.weight_bytes * config.num_idle_parameters / config.num_parameters)
     bandwidth = max(read_bandwidth(model.device), at_least)
     return Roofline(model.weight_bytes, per_step, kv_bytes, bandwidth, bandwidth / per_step, bandwidth / (per_step + 1024 * kv_bytes))
 

@@ -56,6 +56,14 @@ class ModelConfig:
         tables = self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * (attention + norms) + mlps + tables + hidden
 
+    @property
+    def num_idle_parameters(self) -> int:
+        """Of experts that one token does not go through."""
+        experts = self.features.experts
+        if experts is None:
+            return 0
+        return sum(experts.layers) * (experts.num - experts.per_token) * 3 * experts.inner_size * self.hidden_size
+
     @classmethod
     def from_directory(cls, directory: Path) -> ModelConfig:
         """Reads config.json and generation_config.json; ModelError when they are missing, broken or not supported."""
