@@ -137,8 +137,9 @@ def main() -> None:
     found: dict[str, Any] = {}
     for kind in ("experts", "dense"):
         model = make(kind, args.layers, directory)
-        found[kind] = {"steps": steps(model, 12), "text": {}}
-        print(kind, {rows: round(ms / found[kind]["steps"]["1"], 2) for rows, ms in found[kind]["steps"].items()}, flush=True)
+        times = steps(model, 12)
+        found[kind] = {"steps": times, "times_one_row": {rows: ms / times["1"] for rows, ms in times.items()}, "text": {}}
+        print(kind, {rows: f"{ratio:.2f}" for rows, ratio in found[kind]["times_one_row"].items()}, flush=True)
         for requests in REQUESTS:
             for rate in RATES:
                 cell = {name: text(model, rate, *way, requests) for name, way in WAYS.items()}
