@@ -28,6 +28,11 @@ BUILT = [variant for variant in native.supported_variants() if native.library_pa
 if os.environ.get("HEADWAY_NATIVE") == "0" or not BUILT:
     pytest.skip(f"no compiled kernels: {native.choose().reason}", allow_module_level=True)
 
+GATES = {
+    "silu": lambda gate, up: gate * gate.sigmoid() * up,
+    "gelu_pytorch_tanh": lambda gate, up: torch.nn.functional.gelu(gate, approximate="tanh") * up,
+    "gpt_oss": lambda gate, up: gate.clamp(max=7.0) * (1.702 * gate.clamp(max=7.0)).sigmoid() * (up.clamp(-7.0, 7.0) + 1.0),
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Results are of size 1; inputs are rounded to the type once or twice on the way.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.008}
@@ -347,7 +352,7 @@ def test_linear(
     slack = torch.tensor((1e-6 if weights == "float32" else 1e-3) * size_in**0.5)
     if kind in ops.GATES:
         gate, up = expected.chunk(2, -1)
-        expected = (torch.nn.functional.silu(gate) if kind == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")) * up
+        expected = GATES[kind](gate, up)
         slack = slack if weights == "bfloat16" else slack * (1 + gate.abs() + up.abs())   # an error of x comes through either factor
     if residual is not None:
         expected = expected + residual.double()

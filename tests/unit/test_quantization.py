@@ -49,7 +49,8 @@ def test_what_it_weighs(tmp_path: Path) -> None:
     for tied in (True, False):
         directory = str(tiny_model_dir(tmp_path, tie_word_embeddings=tied, **SIZES))
         plain, quantized = (load_model(directory, dtype="bfloat16", device="cpu", quantization=how) for how in (None, "int8"))
-        products = [getattr(layer, name).packed for layer in quantized.layers for name in ("qkv", "o", "gate_up", "down")]
+        parts = [(layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down) for layer in quantized.layers]
+        products = [part.packed for layer in parts for part in layer]
         products.append(quantized.lm_head.packed)
         table = quantized.embedding.nbytes
         read = sum(p.weight.nbytes + p.scales.nbytes for p in products) + plain.weight_bytes - table

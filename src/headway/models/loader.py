@@ -15,7 +15,7 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder
 from headway.models.experts import Experts
 from headway.models.layers import MLP, GatedLinear, Layer, Linear, RMSNorm, Scores
-from headway.models.lora import Adapter
+from headway.models.lora import LoraAdapter
 from headway.models.rope import in_rotated_order, num_rotated, rotated_order
 from headway.models.traits import ExpertTraits
 from headway.models.weights import Weights
@@ -36,7 +36,7 @@ def load_model(
     directory = hub.resolve(name, progress=progress)
     config = ModelConfig.from_directory(directory)
     where = pick_device(device)
-    adapter = None if lora is None else Adapter(Path(lora).expanduser())
+    adapter = None if lora is None else LoraAdapter(Path(lora).expanduser())
     with Weights(directory, config.scheme, adapter) as weights:
         model = make_decoder(config, weights, pick_dtype(dtype, where), where, directory, quantization == "int8", max_model_len)
         weights.check()

@@ -17,7 +17,7 @@ PREFIX = "base_model.model."
 _KNOWN = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
 
-class Adapter:
+class LoraAdapter:
     """Raises ModelError for one that is missing, broken, or does what cannot be merged."""
 
     def __init__(self, directory: Path) -> None:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from headway.errors import ModelError
 from headway.json_object import JsonObject
-from headway.models.lora import Adapter
+from headway.models.lora import LoraAdapter
 from headway.models.quantized import Scheme, is_plain
 
 
 class Weights:
     """Read when they are asked for. A language model inside a larger one has its names without that one's."""
 
-    def __init__(self, directory: Path, scheme: Scheme | None = None, adapter: Adapter | None = None) -> None:
+    def __init__(self, directory: Path, scheme: Scheme | None = None, adapter: LoraAdapter | None = None) -> None:
         """`scheme`: how they are quantised, where they are."""
         self.directory, self.scheme, self.adapter = directory, scheme, adapter
         self._sources: dict[str, tuple[Any, str]] = {}   # our name -> (open file, name in it)
