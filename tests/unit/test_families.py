@@ -15,7 +15,8 @@ from headway.models import families, stack_native
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 from headway.models.loader import load_model
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 from tests.tiny import ARCHITECTURE, tiny_model_dir
 from tests.unit.test_models import random_ids, reference_config
 

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from headway.config import EngineConfig, SpeculativeConfig
 from headway.engine.engine import Engine
-from headway.types import Request, SamplingParams
+from headway.sampling_params import SamplingParams
+from headway.types import Request
 from tests.tiny import tiny_model_dir
 
 VOCAB, HIDDEN = 320, 64

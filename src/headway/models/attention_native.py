@@ -95,18 +95,17 @@ class NativePlan(AttentionPlan):
         self.library.function("rotate", qkv.dtype)(ctypes.byref(rotate))
 
     def attend(self, qkv: Tensor, layer: Layer, pages: Tensor) -> Tensor:
-        attention, _ = self.arguments(qkv, pages)
+        scores = layer.scores
+        attention, _ = self.arguments(qkv, pages, scores.scale)
         out = qkv.new_empty(self.num_tokens, attention.heads * attention.head_dim)
         attention.q, attention.out, attention.pages = qkv.data_ptr(), out.data_ptr(), pages.data_ptr()
-        scores = layer.scores
         attention.window, attention.softcap = scores.window or 0, scores.softcap
-        attention.scale = qkv.shape[2] ** -0.5 if scores.scale is None else scores.scale
         attention.sinks = None if scores.sinks is None else scores.sinks.data_ptr()
         self.library.function("attention", qkv.dtype)(ctypes.byref(attention))
         return out
 
-    def arguments(self, qkv: Tensor, pages: Tensor) -> tuple[AttentionArgs, RotateArgs]:
-        """Checked and made on the first layer; the other layers of the pass have the same shapes (checked as well)."""
+    def arguments(self, qkv: Tensor, pages: Tensor, scale: float | None = None) -> tuple[AttentionArgs, RotateArgs]:
+        """Checked and made on the first layer; the other layers of the pass have the same shapes (checked). `scale`: as `Scores`."""
         num_tokens, all_heads, head_dim = qkv.shape
         num_blocks, kv_heads, _, page = pages.shape
         if num_tokens != self.num_tokens or page != self.block_size * head_dim or pages.dtype != qkv.dtype or not pages.is_contiguous():
@@ -120,7 +119,9 @@ class NativePlan(AttentionPlan):
             self._attention, self._rotate = self._make(qkv, kv_heads)
         elif self._attention.heads + 2 * kv_heads != all_heads or self._attention.q_stride != qkv.stride(0):
             raise ValueError(f"layers differ in shape: {tuple(qkv.shape)} after {self._attention.heads} heads")
-        return self._attention, self._rotate
+        attention = self._attention
+        attention.scale = head_dim**-0.5 if scale is None else scale
+        return attention, self._rotate
 
     def _make(self, qkv: Tensor, kv_heads: int) -> tuple[AttentionArgs, RotateArgs]:
         num_tokens, all_heads, head_dim = qkv.shape
@@ -142,7 +143,7 @@ class NativePlan(AttentionPlan):
         shared = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": self.block_size, "num_threads": threads}
         attention = AttentionArgs(
             tables=tables, rows=rows, tasks=tasks, q_stride=qkv.stride(0), table_width=self.table_width, num_tasks=plan.num_tasks,
-            scale=head_dim**-0.5, **shared,
+            **shared,
         )
         if self.trees is not None:
             attention.trees, attention.parents = self.trees.buffer_info()[0], self.parents.buffer_info()[0]

@@ -50,7 +50,7 @@ class NativeStack:
         self.hidden_size = self.down.size_out
         assert first.input_norm is not None
         self.eps = first.input_norm.eps
-        self._scale = head_dim**-0.5 if first.scores.scale is None else first.scores.scale
+        self._scale = first.scores.scale
 
     @classmethod
     def make(cls, layers: Sequence[Layer], head_dim: int) -> NativeStack | None:
@@ -91,8 +91,7 @@ class NativeStack:
         qkv = x.new_empty(num_tokens, self.qkv.size_out // self.head_dim, self.head_dim)
         normed, attended, inner = torch.empty_like(x), x.new_empty(num_tokens, self.o.size_in), x.new_empty(num_tokens, inner_size)
         scratch = max((p.scratch(num_tokens) for p in (self.qkv, self.o, self.gate_up, self.down)), key=torch.Tensor.numel)
-        attention, rotate = plan.arguments(qkv, cache.layers[0])
-        attention.scale = self._scale
+        attention, rotate = plan.arguments(qkv, cache.layers[0], self._scale)
         args = StackArgs(
             layers=ctypes.addressof(self._records), pages=ctypes.addressof(cache.pointers),
             rotate=ctypes.addressof(rotate), attention=ctypes.addressof(attention),
