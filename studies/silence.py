@@ -62,6 +62,8 @@ ROWS = {
     "a prompt of 8,000 tokens": Row({"prompt": "word " * 8000, "max_tokens": 2}),
     "nothing, and a prompt of 5,500 characters": Row(SHORT, victim=True),
     "twelve texts of 1 MB to tokenize": Row({"prompt": "word " * 200_000}, path="/tokenize", times=12, victim=True),
+    "800 prompts of 4,000 characters": Row({"prompt": ["word " * 800] * 800, "max_tokens": 1}, 10.0),
+    "logprobs 20, n = 64, 128 tokens": Row({"prompt": "x", "max_tokens": 128, "ignore_eos": True, "logprobs": 20, "n": 64}),
     "prompt_logprobs 20 on 8,000 tokens": Row({"prompt": "word " * 8000, "max_tokens": 2, "prompt_logprobs": 20}),
 }
 

@@ -18,8 +18,8 @@ from headway.engine.tokenizer import Tokenizer
 from headway.sampling_params import SamplingParams
 from headway.server import app, async_engine, connection, stream, streaming
 from headway.server.connection import Connection
-from headway.server.errors import SlowReaderError
-from headway.types import Request
+from headway.server.errors import AnswerTooLargeError, SlowReaderError
+from headway.types import OutputDelta, Request, TokenLogprobs
 from tests.integration.conftest import LiveServer
 from tests.integration.test_server_load import open_request
 
@@ -259,6 +259,84 @@ def test_a_large_answer_is_written_in_parts(server: LiveServer, monkeypatch):
     assert max(sizes) < 20_000
     ids = server.client.post("/tokenize", json={"prompt": LONG, "return_token_strs": True}).json()
     assert len(ids["tokens"]) == len(ids["token_strs"]) == ids["count"]
+
+
+def test_many_short_prompts_are_tokenized_aside_like_a_long_one(server: LiveServer, monkeypatch):
+    encoded = Spy(monkeypatch, Tokenizer, "encode"), Spy(monkeypatch, Tokenizer, "encode_aside")
+    answer = server.complete(prompt=["word " * 20] * 50, max_tokens=1)
+    assert len(answer["choices"]) == 50
+    assert not encoded[0].calls
+    assert encoded[1].threads <= {"headway-aside_0", "headway-aside_1"}
+    assert len(encoded[1].calls) == 50
+
+
+def test_texts_and_tokens_that_are_only_converted_are_bounded(server: LiveServer, monkeypatch):
+    """In bytes, which is what a tokenizer works through, and before anything is done."""
+    spies = [Spy(monkeypatch, Tokenizer, name) for name in ("encode_aside", "render", "decode")]
+    monkeypatch.setattr(app, "MAX_TEXT", 8000)
+    monkeypatch.setattr(app, "MAX_TOKENS", 100)
+    text = "\U0001f600" * 4100
+    for path, body, param in (
+        ("/tokenize", {"prompt": text}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ("/detokenize", {"tokens": [5] * 101}, "tokens"),
+    ):
+        answer = server.client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert "at most" in answer.json()["error"]["message"]
+    assert not any(spy.calls for spy in spies)
+
+
+def test_log_probabilities_of_prompts_are_held_and_bounded(make_server: Callable[..., LiveServer], monkeypatch):
+    server = make_server()
+    held: list[int] = []
+    take_held = stream.Stream.take_held
+
+    def spied(self: stream.Stream) -> int:
+        held.append(self.num_held)
+        return take_held(self)
+
+    monkeypatch.setattr(stream.Stream, "take_held", spied)
+    body = {"prompt": [5, 6] * 50, "max_tokens": 1, "prompt_logprobs": 4}
+    server.complete(**body)
+    assert max(held) >= 99 * 5
+    monkeypatch.setattr(stream, "MAX_HELD", 499)
+    added = Spy(monkeypatch, server.engine, "add")
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt_logprobs"
+    assert not added.calls
+
+
+def test_an_answer_that_is_dropped_while_it_is_written_breaks_off():
+    """Else a client that reads slowly would keep it in memory, uncounted."""
+
+    async def run() -> list[dict[str, Any]]:
+        memory, sent, stuck = stream.AnswerMemory(), [], asyncio.Event()
+        request = Request("slow", [5], SamplingParams())
+        slow = stream.Stream([request], memory, lambda stream: None)
+        slow.push(0, OutputDelta("slow", 0, [7], [False], "x", [TokenLogprobs(7, -1.0, 1)], finish_reason="length"))
+        await slow.get(hold=True)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if len(sent) == 3:   # the client reads no further
+                stuck.set()
+                await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        answer = streaming.JsonInPieces({"a": [1] * 200_000}, slow)
+        writing = asyncio.create_task(answer({"type": "http"}, receive, send))
+        await stuck.wait()
+        slow.fail(AnswerTooLargeError("others need the memory"), drop=True)
+        await asyncio.wait_for(writing, 60)
+        assert memory.num_held == 0
+        return sent
+
+    assert all(message.get("more_body", True) for message in asyncio.run(run()))   # the client sees that it is not whole
 
 
 def test_leaving_before_the_engine_takes_the_request_in(server: LiveServer, monkeypatch):

@@ -34,6 +34,28 @@ Engine.step = lambda self: time.sleep(10**6)
 sys.exit(main())
 """
 
+TELLING = """
+import faulthandler
+watch = faulthandler.dump_traceback_later
+def told(timeout, **kwargs):
+    print(f"ends within {timeout} s", file=sys.stderr, flush=True)
+    watch(timeout, **kwargs)
+faulthandler.dump_traceback_later = told
+"""
+
+TOKENIZING = """
+import sys
+from headway.cli.main import main
+from headway.engine.tokenizer import Tokenizer
+encode = Tokenizer.encode_aside
+def forever(self, texts, add_special_tokens=True):
+    print("tokenizing", file=sys.stderr, flush=True)
+    while True:
+        encode(self, texts, add_special_tokens)
+Tokenizer.encode_aside = forever
+sys.exit(main())
+"""
+
 
 class Process:
     """A started `headway serve`, its address read from the line that it prints when it is ready."""
@@ -174,6 +196,26 @@ def test_a_step_that_never_ends_does_not_keep_the_server(start):
         assert "shut down" in "".join(response.iter_text())
     assert server.exit_code() == 1
     assert "hangs" in "".join(server._stderr)
+
+
+def test_the_time_to_end_is_a_part_of_the_drain_time(start):
+    server = start("--drain-timeout-s", "5.5", program=("-c", HANGING.replace("import sys, time", "import sys, time" + TELLING)))
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=60) as response:
+        server.stop(signal.SIGTERM)
+        assert "shut down" in "".join(response.iter_text())
+    assert server.exit_code() == 1
+    assert "ends within 5.5 s" in "".join(server._stderr)
+
+
+def test_a_text_that_is_being_tokenized_does_not_keep_the_server(start):
+    server = start("--drain-timeout-s", "0", program=("-c", TOKENIZING))
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(httpx.post, f"{server.url}/tokenize", json={"prompt": "word " * 2000}, timeout=60)
+        while not any("tokenizing" in line for line in server._stderr):
+            assert server.process.poll() is None
+        server.stop(signal.SIGTERM)
+        assert server.exit_code() == 0, "".join(server._stderr)
+        assert asked.exception(60) is not None or asked.result().status_code >= 400
 
 
 def test_a_taken_port_is_an_error_before_the_model_is_loaded():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import FastAPI, Security
@@ -39,7 +39,8 @@ Body = TypeVar("Body", bound=Strict)
 GenerationBody: TypeAlias = "protocol.CompletionRequest | protocol.ChatCompletionRequest"
 
 LONG_TEXT = 4096           # characters from which on tokenizing leaves the loop's thread
-MAX_TEXT = 2**20           # characters that are only tokenized, not answered: a quarter of a second of one thread
+MAX_TEXT = 2**20           # bytes that are only tokenized, not answered: a quarter of a second of one thread
+MAX_TOKENS = 2**18         # that are only decoded: a tenth of a second in which the interpreter is shared
 MESSAGE_LENGTH = 32        # what a message costs a chat template beside its content, in characters
 MAX_NUM_ERRORS = 100       # wrong fields beyond which they are only counted
 FAILURES = (400, 401, 403, 404, 413, 415)
@@ -92,11 +93,11 @@ def _add_routes(app: FastAPI, api: _Api) -> None:
     route("GET", "/v1/models", api.list_models, protocol.ModelList, openapi.failures(401, 403), **secured)
     route("GET", "/v1/models/{model_id:path}", api.get_model, protocol.ModelCard, openapi.failures(401, 403, 404), **secured)
     route(
-        "POST", "/tokenize", api.tokenize, protocol.TokenizeResponse, openapi.failures(*FAILURES),
+        "POST", "/tokenize", api.tokenize, protocol.TokenizeResponse, openapi.failures(*FAILURES, 429),
         openapi_extra=openapi.body(protocol.TokenizeRequest), **secured,
     )  # fmt: skip
     route(
-        "POST", "/detokenize", api.detokenize, protocol.DetokenizeResponse, openapi.failures(*FAILURES),
+        "POST", "/detokenize", api.detokenize, protocol.DetokenizeResponse, openapi.failures(*FAILURES, 429),
         openapi_extra=openapi.body(protocol.DetokenizeRequest), **secured,
     )  # fmt: skip
     route("GET", "/health", api.health, protocol.Health, openapi.failures(403, 503))
@@ -143,7 +144,8 @@ class _Api:
         self._check_size(len(prompts) * params.n)
 
         async def begin() -> tuple[Stream, Reply]:
-            token_ids = [await self._encode(prompt, prompt=True) if isinstance(prompt, str) else prompt for prompt in prompts]
+            size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+            token_ids = [await self._encode_prompt(prompt, size) if isinstance(prompt, str) else prompt for prompt in prompts]
             reply = CompletionReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
             return await self._submit(http, body, token_ids, params, reply), reply
 
@@ -156,7 +158,9 @@ class _Api:
         self._check_size(params.n)
 
         async def begin() -> tuple[Stream, Reply]:
-            token_ids = [await self._encode_chat(body.messages, prompt=True)]
+            flat = [message.flat() for message in body.messages]
+            text = await self._render(self.bridge.aside, flat, _size_of(flat))
+            token_ids = [await self._encode_prompt(text, len(text), add_special_tokens=False)]
             reply = ChatReply(self.model, self.names, token_ids, params.n, params.logprobs, _stream_usage(body))
             return await self._submit(http, body, token_ids, params, reply), reply
 
@@ -169,6 +173,8 @@ class _Api:
     async def _submit(
         self, http: HttpRequest, body: GenerationBody, prompts: Sequence[list[int]], params: SamplingParams, reply: Reply
     ) -> Stream:
+        if params.prompt_logprobs is not None:
+            self.bridge.memory.check_fits(sum(map(len, prompts)) * (1 + params.prompt_logprobs), "prompt_logprobs")
         # Beside the key's scope, not instead of it: a salt that somebody guesses opens no other key's memory.
         salt = ":".join(filter(None, (getattr(http.state, "key_scope", ""), body.cache_salt))) or None
         requests = [
@@ -190,7 +196,7 @@ class _Api:
             return EventStream(stream, reply)
         async with closing(stream, http.receive):
             deltas = await collect(stream, reply)
-        return _gone() if deltas is None else JsonInPieces(reply.whole(deltas), written=stream.let_go)
+        return _gone() if deltas is None else JsonInPieces(reply.whole(deltas), held=stream)
 
     def _check_size(self, num_sequences: int) -> None:
         """Before anything is tokenized: could the queue ever hold so many?"""
@@ -212,12 +218,15 @@ class _Api:
         if body.prompt is not None:
             if body.add_generation_prompt is not None:
                 raise InvalidRequestError("add_generation_prompt needs messages", param="add_generation_prompt")
-            token_ids = await self._encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            token_ids = await self._encode_text(body.prompt, "prompt", body.add_special_tokens is not False)
         else:
             if body.add_special_tokens is not None:
                 raise InvalidRequestError("add_special_tokens needs prompt", param="add_special_tokens")
             assert body.messages is not None
-            token_ids = await self._encode_chat(body.messages, add_generation_prompt=body.add_generation_prompt is not False)
+            flat = [message.flat() for message in body.messages]
+            _check_bytes("".join(message["content"] for message in flat), "messages")
+            text = await self._render(self.bridge.texts.run, flat, _size_of(flat), body.add_generation_prompt is not False)
+            token_ids = await self._encode_text(text, "messages", False)
 
         texts = Mapped(token_ids, lambda token: self.names(token)[0]) if body.return_token_strs else None
         known = {"count": len(token_ids), "max_model_len": self.engine.max_model_len}
@@ -227,36 +236,34 @@ class _Api:
         """The text of token ids."""
         body = await self._read(http, protocol.DetokenizeRequest)
         vocab_size = self.engine.tokenizer.vocab_size
+        if len(body.tokens) > MAX_TOKENS:
+            raise InvalidRequestError(f"there are {len(body.tokens)} tokens; at most {MAX_TOKENS} are decoded at a time", param="tokens")
         wrong = next((token for token in body.tokens if token >= vocab_size), None)
         if wrong is not None:
             raise InvalidRequestError(f"tokens holds token id {wrong}; accepted are 0 to {vocab_size - 1}", param="tokens")
         text = await unless_gone(http.receive, self.bridge.texts.run(len(body.tokens), self.engine.tokenizer.decode, body.tokens, False))
-        return _gone() if text is None else _json({"prompt": text})
+        return _gone() if text is None else JsonInPieces({"prompt": text})
 
-    async def _encode(self, text: str, add_special_tokens: bool = True, *, prompt: bool = False) -> list[int]:
-        """prompt: of a request that is to be answered, so refuse a text that cannot fit the context, and let it pass those that are only
-        tokenized. Raises InvalidRequestError or QueueFullError."""
+    async def _encode_prompt(self, text: str, size: int, add_special_tokens: bool = True) -> list[int]:
+        """Of a request to be answered that has `size` characters of text in all. Raises InvalidRequestError or QueueFullError."""
+        if size < LONG_TEXT:
+            return self.engine.tokenizer.encode(text, add_special_tokens)
+        check_length(text, self.engine)
+        return (await self.bridge.aside(size, self.engine.tokenizer.encode_aside, [text], add_special_tokens))[0]
+
+    async def _encode_text(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        """Of a text that is only tokenized: no prompt waits for it. Raises InvalidRequestError or QueueFullError."""
         if len(text) < LONG_TEXT:
             return self.engine.tokenizer.encode(text, add_special_tokens)
-        if prompt:
-            check_length(text, self.engine)
-        elif len(text) > MAX_TEXT:
-            raise InvalidRequestError(f"the text has {len(text)} characters; at most {MAX_TEXT} are tokenized at a time", param="prompt")
-        encode = self.engine.tokenizer.encode_aside
-        return (await (self.bridge.aside if prompt else self.bridge.texts.run)(len(text), encode, [text], add_special_tokens))[0]
+        _check_bytes(text, param)
+        return (await self.bridge.texts.run(len(text), self.engine.tokenizer.encode_aside, [text], add_special_tokens))[0]
 
-    async def _encode_chat(
-        self, messages: Sequence[protocol.Message], add_generation_prompt: bool = True, *, prompt: bool = False
-    ) -> list[int]:
-        """Like `_encode`, of a conversation."""
-        flat = [message.flat() for message in messages]
+    async def _render(
+        self, aside: Callable[..., Awaitable[str]], messages: list[dict[str, str]], size: int, add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation of `size` characters as text, `aside` if it is long."""
         render = self.engine.tokenizer.render
-        size = sum(len(message["content"]) + MESSAGE_LENGTH for message in flat)
-        if size < LONG_TEXT:
-            text = render(flat, add_generation_prompt)
-        else:
-            text = await (self.bridge.aside if prompt else self.bridge.texts.run)(size, render, flat, add_generation_prompt)
-        return await self._encode(text, add_special_tokens=False, prompt=prompt)
+        return render(messages, add_generation_prompt) if size < LONG_TEXT else await aside(size, render, messages, add_generation_prompt)
 
     # About the server.
 
@@ -346,6 +353,17 @@ async def _read_bytes(http: HttpRequest, limit: int) -> bytes:
 def _stream_usage(body: protocol._Sampling) -> tuple[bool, bool]:
     wanted = body.stream_options
     return (bool(wanted.include_usage), bool(wanted.continuous_usage_stats)) if wanted is not None else (False, False)
+
+
+def _size_of(messages: Sequence[Mapping[str, str]]) -> int:
+    return sum(len(message["content"]) + MESSAGE_LENGTH for message in messages)
+
+
+def _check_bytes(text: str, param: str) -> None:
+    """Raises InvalidRequestError for more text than is tokenized without being answered."""
+    num_bytes = len(text.encode("utf-8", "replace"))
+    if num_bytes > MAX_TEXT:
+        raise InvalidRequestError(f"the text has {num_bytes} bytes; at most {MAX_TEXT} are tokenized at a time", param=param)
 
 
 def _gone() -> Response:

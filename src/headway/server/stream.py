@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from headway.errors import InvalidRequestError
 from headway.server.errors import AnswerTooLargeError, SlowReaderError
-from headway.types import OutputDelta, Request
+from headway.types import OutputDelta, Request, TokenLogprobs
 
 logger = logging.getLogger("headway.server")
 
@@ -28,6 +29,7 @@ class Stream:
         self._ready: list[tuple[int, OutputDelta]] = []
         self.num_unread = 0   # tokens and log probabilities in what nobody has asked for yet
         self.num_held = 0     # in what was asked for to be held
+        self.dropped = asyncio.Event()   # what was unread or held is lost
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -46,7 +48,9 @@ class Stream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         ready, self._ready = self._ready, []
-        self._memory.read(self, hold=hold)
+        self._memory.read(self)
+        if hold:
+            self._memory.hold(self, sum(size_of(delta) + num_logprobs(delta.prompt_logprobs) for _, delta in ready))
         return ready
 
     def close(self) -> None:
@@ -86,10 +90,11 @@ class Stream:
         self._wake()
 
     def fail(self, error: Exception, *, drop: bool = False) -> None:
-        """The next `get` raises `error`; with `drop`, what is unread is lost, else it is read before."""
+        """The next `get` raises `error`; with `drop`, what is unread or held is lost, else it is read before."""
         self._error = error
         if drop:
             self._ready = []
+            self.dropped.set()
         self._wake()
 
     def _wake(self) -> None:
@@ -107,22 +112,28 @@ class AnswerMemory:
         self._behind: set[Stream] = set()    # streams with something unread, finished ones among them
         self._holding: set[Stream] = set()
 
+    def check_fits(self, count: int, param: str) -> None:
+        """Raises InvalidRequestError for an answer that would have to hold more than all may, known before any of it is computed."""
+        if count > MAX_HELD:
+            raise InvalidRequestError(f"the answer would hold {count} log probabilities; at most {MAX_HELD} are possible", param=param)
+
     def add(self, stream: Stream, delta: OutputDelta) -> None:
         """`delta` waits to be read."""
         self.num_unread += size_of(delta)
         self._behind.add(stream)
 
-    def read(self, stream: Stream, *, hold: bool = False) -> None:
-        """Nothing of `stream` is unread any more, but held if `hold`."""
-        count = stream.take_unread()
-        self.num_unread -= count
+    def read(self, stream: Stream) -> None:
+        """Nothing of `stream` is unread any more."""
+        self.num_unread -= stream.take_unread()
         self._behind.discard(stream)
-        if hold:
-            stream.hold(count)
-            self.num_held += count
-            self._holding.add(stream)
-            if self.num_held > MAX_HELD:
-                self._drop_largest()
+
+    def hold(self, stream: Stream, count: int) -> None:
+        """`count` more tokens and log probabilities stay until the answer is written."""
+        stream.hold(count)
+        self.num_held += count
+        self._holding.add(stream)
+        while self.num_held > MAX_HELD:
+            self._drop_largest()
 
     def let_go(self, stream: Stream) -> None:
         """Nothing of `stream` is held any more."""
@@ -150,5 +161,9 @@ class AnswerMemory:
 
 
 def size_of(delta: OutputDelta) -> int:
-    """Of what a stream may hold: the tokens, and the log probabilities of each. (Those of the prompt are never streamed.)"""
-    return len(delta.token_ids) + sum(1 + len(each.top) for each in delta.logprobs or ())
+    """Of what may wait to be read: the tokens, and the log probabilities of each. (Those of the prompt are never streamed.)"""
+    return len(delta.token_ids) + num_logprobs(delta.logprobs)
+
+
+def num_logprobs(found: Sequence[TokenLogprobs | None] | None) -> int:
+    return sum(1 + len(each.top) for each in found or () if each is not None)

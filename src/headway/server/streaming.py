@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -32,13 +32,17 @@ async def _disconnected(receive: Receive) -> None:
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """What `work` returns; None as soon as the client disconnects, with `work` cancelled."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    return await _unless(_disconnected(receive), work)
+
+
+async def _unless(end: Coroutine[Any, Any, Any], work: Coroutine[Any, Any, T]) -> T | None:
+    task, ended = asyncio.create_task(work), asyncio.create_task(end)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
     finally:
         task.cancel()
-        gone.cancel()
+        ended.cancel()
 
 
 @contextlib.asynccontextmanager
@@ -77,10 +81,10 @@ class JsonInPieces(Response):
 
     media_type = "application/json"
 
-    def __init__(self, value: Any, written: Callable[[], None] = lambda: None) -> None:
-        """written: called when nothing of `value` is needed any more, also where the client left."""
+    def __init__(self, value: Any, held: Stream | None = None) -> None:
+        """held: the stream whose memory `value` is. It is let go at the end; once it is dropped, the answer breaks off."""
         self.value = value
-        self.written = written
+        self.held = held
         self.status_code = 200
         self.background = None
         self.init_headers()
@@ -94,9 +98,11 @@ class JsonInPieces(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": second is not None})
             if second is not None:
-                await unless_gone(receive, self._write(send, itertools.chain((second,), parts)))
+                rest = self._write(send, itertools.chain((second,), parts))
+                await unless_gone(receive, rest if self.held is None else _unless(self.held.dropped.wait(), rest))
         finally:
-            self.written()
+            if self.held is not None:
+                self.held.let_go()
 
     async def _write(self, send: Send, parts: Iterator[bytes]) -> None:
         for part in parts:

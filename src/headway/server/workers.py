@@ -23,7 +23,7 @@ T = TypeVar("T")
 class _Job:
     size: int
     number: int
-    run: Callable[[], None] = field(compare=False)
+    run: Callable[[], None] | None = field(compare=False)   # None: nobody waits for it any more
 
 
 class Workers:
@@ -56,8 +56,6 @@ class Workers:
                     future.set_result(result)
 
         def work() -> None:
-            if future.done():   # cancelled
-                return
             try:
                 found, error = function(*args), None
             except BaseException as raised:
@@ -69,12 +67,17 @@ class Workers:
             if thread.ident is None:
                 thread.start()
         self.num_waiting += size
+        job = _Job(size, next(self._numbers), work)
         try:
-            self._jobs.put(_Job(size, next(self._numbers), work))
+            self._jobs.put(job)
             return await future
         finally:
             self.num_waiting -= size
+            job.run = None   # it may stay in the queue behind shorter ones: without its text
 
     def _run(self) -> None:
         while True:
-            self._jobs.get().run()
+            run = self._jobs.get().run
+            if run is not None:
+                run()
+            del run   # its text is not kept until the next one comes

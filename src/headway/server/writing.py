@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PIECE = 64   # items at a time: 64 positions with 20 alternatives each are 80 KB, a millisecond
+PIECE_LENGTH = 2**16   # characters of a string at a time, a tenth of a millisecond
+PIECE = 64             # items at a time: 64 positions with 20 alternatives each are 80 KB, a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,10 @@ def pieces(value: Any) -> Iterator[str]:
         yield from _joined("[", (("", inner) for inner in value), "]")
     elif isinstance(value, list):
         yield from _in_slices(value, list)
+    elif isinstance(value, str):
+        yield '"'
+        yield from (json.dumps(value[start : start + PIECE_LENGTH])[1:-1] for start in range(0, len(value), PIECE_LENGTH))
+        yield '"'
     else:
         yield json.dumps(value)
 
