@@ -27,7 +27,7 @@ LAYERS = {
     "models": 3, "telemetry": 3,
     "drafters": 4,
     "engine": 5,
-    "llm": 6, "server": 6, "bench": 6, "tune": 6, "train": 6, "simulate": 6, "vllm": 6,
+    "llm": 6, "server": 6, "bench": 6, "plan": 6, "tune": 6, "train": 6, "simulate": 6, "vllm": 6,
     "cli": 7,   # a front room that may open the other front rooms' doors
 }
 # vLLM brings its own engine and models.
@@ -184,8 +184,8 @@ except SystemExit as end:
 @pytest.mark.parametrize(
     "words",
     [
-        "", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "bench sweep", "tune", "replay",
-        "top", "pull", "list", "vllm", "vllm config", "vllm check", "config",
+        "", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "bench sweep", "plan", "tune",
+        "replay", "top", "pull", "list", "vllm", "vllm config", "vllm check", "config",
     ],
 )
 def test_help_needs_no_torch(words: str) -> None:
