@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "models"
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,9 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int = 8, 
 
 
 LLAMA_8B = _llama(4096, 14336, 32, 32)
-LLAMA_70B = _llama(8192, 28672, 80, 64)
+LLAMA_70B = json.loads((EXAMPLES / "llama-3.1-70b.json").read_text())
 LLAMA_405B = _llama(16384, 53248, 126, 128)
-LLAMA_1B = _llama(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True)
+LLAMA_1B = json.loads((EXAMPLES / "llama-3.2-1b.json").read_text())
 QWEN3_30B = {
     "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
     "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,

@@ -53,7 +53,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One drafter on the devices. by_load: in flight -> k -> throughput; empty where acceptance is not known."""
+    """One drafter on the devices.
+
+    by_load     in flight -> k -> throughput; empty where acceptance is not known
+    spread      what would fit if the draft network were on all devices of its stage; None where it is, or cannot be
+    """
 
     drafting: Drafting
     acceptance: Acceptance
@@ -61,6 +65,7 @@ class Candidate:
     load: Load
     rows: tuple[Row, ...]
     by_load: dict[int, dict[int, float]]
+    spread: Capacity | None = None
 
     @property
     def best(self) -> Row:
@@ -156,6 +161,8 @@ def _takes(deployment: Deployment, plain: Capacity, chosen: Candidate) -> list[s
     device, most = max(unused, key=lambda pair: pair[1])
     if most > 0.5 * GIB and len(capacity.devices) > 1:
         said += f"; {device.name} {'keeps' if device.count == 1 else 'keep'} {size(most)} each that nothing can use"
+    if chosen.spread is not None:
+        said += f"; with --draft-tp {deployment.tp} it takes {1.0 - chosen.spread.num_tokens / max(1, plain.num_tokens):.1%}"
     return [said + "."]
 
 

@@ -106,7 +106,8 @@ def make(model: str, options: PlanOptions, device: Device, traces: Sequence[Trac
         if traces:
             machine = replace(machine, corrections=calibration.corrections(traces, machine))
         capacity = _fitting(target, each, stored, machine.deployment, max(options.lengths), asked)
-        found.append((answer.consider(machine, capacity, given or answer.ASSUMED[each.method], asked, options.lengths), machine))
+        candidate = answer.consider(machine, capacity, given or answer.ASSUMED[each.method], asked, options.lengths)
+        found.append((replace(candidate, spread=_spread(machine, max(options.lengths), asked)), machine))
     candidates = tuple(candidate for candidate, _ in found)
     machine = next(machine for candidate, machine in found if candidate is answer.choose(candidates))
     said = answer.words(target, machine.deployment, plain, candidates, asked, machine.corrections)
@@ -179,6 +180,18 @@ def _fitting(
         f"needs {answer.size(tight.taken + tight.kv_room + missing)} of the {answer.size(tight.usable)} it may use, "
         f"{answer.size(missing)} too much; {advice}"
     )
+
+
+def _spread(machine: Machine, k: int, asked: Load) -> Capacity | None:
+    """With the draft network on as many devices as the target."""
+    deployment = machine.deployment
+    if machine.drafting is None or machine.drafting.network is None or deployment.draft_tp == deployment.tp:
+        return None
+    length = asked.input_len + asked.output_len
+    try:
+        return memory.measure(machine.target, machine.drafting, machine.quantization, replace(deployment, draft_tp=deployment.tp), k, length)
+    except ConfigError:
+        return None
 
 
 def _given(text: str | None) -> Acceptance | None:
