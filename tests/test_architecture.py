@@ -27,7 +27,7 @@ LAYERS = {
     "models": 3, "telemetry": 3,
     "drafters": 4,
     "engine": 5,
-    "llm": 6, "server": 6, "bench": 6, "tune": 6, "train": 6, "simulate": 6, "vllm": 6,
+    "llm": 6, "server": 6, "bench": 6, "plan": 6, "tune": 6, "train": 6, "simulate": 6, "vllm": 6,
     "audit": 7,   # over bench's HTTP client
     "cli": 8,   # a front room that may open the other front rooms' doors
 }
@@ -185,8 +185,8 @@ except SystemExit as end:
 @pytest.mark.parametrize(
     "words",
     [
-        "", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "bench sweep", "tune", "replay",
-        "audit", "top", "pull", "list", "vllm", "vllm config", "vllm check", "config",
+        "", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "bench sweep", "plan", "tune",
+        "replay", "audit", "top", "pull", "list", "vllm", "vllm config", "vllm check", "config",
     ],
 )
 def test_help_needs_no_torch(words: str) -> None:

@@ -18,13 +18,15 @@ from headway.engine.engine import Engine
 from headway.sampling_params import SamplingParams
 from headway.telemetry.trace import TraceWriter
 from headway.tune import emit
+from headway.tune.files import File, Serving
 from headway.tune.plan import Plan, Point, plan
 from headway.tune.source import Source, of_headway, of_vllm
 from headway.types import Feedback, Request, SequenceFeedback
 from tests.heads import eagle1_dir, eagle3_dir, medusa_dir
 
 OPTIONS = {"prompt_lookup_max": 5, "prompt_lookup_min": 1}
-ALL_FILES = {"headway.json", "vllm.json", "sglang.json", "trtllm-lower.yaml", "trtllm-upper.yaml", "llamacpp.txt", "plan.svg"}
+ALL_FILES = {"headway.json", "vllm.json", "sglang.txt", "trtllm-lower.yaml", "trtllm-upper.yaml", "llamacpp.txt", "plan.svg"}
+NETWORK = of_vllm("eagle3", {"model": "org/eagle3"})
 
 
 def falling() -> Plan:
@@ -74,7 +76,7 @@ def test_loads_next_to_each_other_leave_no_empty_range() -> None:
 # -- the formats --------------------------------------------------------------------------------------------------
 
 
-def files(made: Plan, source: Source | None = None) -> dict[str, emit.File]:
+def files(made: Plan, source: Source | None = None) -> dict[str, File]:
     found, _ = emit.emit(made, source or of_headway(made.drafter, OPTIONS))
     return {file.name: file for file in found}
 
@@ -110,7 +112,13 @@ def test_one_length_needs_no_table_and_suffix_may_have_none() -> None:
 @pytest.mark.parametrize("made", [falling(), never(), rising(), always()], ids=["falling", "never", "rising", "always"])
 def test_sglang_s_slots(made: Plan) -> None:
     """Keys are batch sizes in digits, values non-empty lists of step counts >= 0 (adaptive_spec_params.py)."""
-    document = json.loads(files(made)["sglang.json"].text)
+    found = files(made, NETWORK)
+    words = shlex.split(found["sglang.txt"].text)
+    if len(made.ranges) == 1:
+        assert "sglang.json" not in found
+        return
+    assert words[-1] == "sglang.json"
+    document = json.loads(found["sglang.json"].text)
     assert "1" in document
     for key, entry in document.items():
         assert key.isdigit()
@@ -134,6 +142,58 @@ def test_tensorrt_llm_s_two_meanings_of_a_key(made: Plan) -> None:
     assert (lower, upper) == ({1: 4, 9: 2, 33: 0}, {8: 4, 32: 2, 64: 0})
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "algorithm"),
+    [("eagle3", {"model": "org/d"}, "EAGLE3"), ("eagle", {"model": "org/d"}, "EAGLE"), ("deepseek_mtp", {}, "EAGLE"),
+     ("draft_model", {"model": "org/d"}, "STANDALONE"), ("ngram", {}, "NGRAM")],
+)  # fmt: skip
+def test_sglang_s_flags(method: str, options: dict[str, str], algorithm: str) -> None:
+    """Names, and num_draft_tokens = num_steps + 1 where topk is 1 (server_args.py)."""
+    words = shlex.split(files(falling(), of_vllm(method, options))["sglang.txt"].text)
+    flags = dict(zip(words[::2], words[1::2], strict=False))
+    assert flags["--speculative-algorithm"] == algorithm
+    assert flags["--speculative-num-draft-tokens"] == "5"
+    assert flags.get("--speculative-draft-model-path") == options.get("model")
+    if algorithm != "NGRAM":
+        assert (flags["--speculative-num-steps"], flags["--speculative-eagle-topk"]) == ("4", "1")
+
+
+# Fields of TensorRT-LLM's DecodingBaseConfig and its children, and of LlmArgs, that are written; unknown ones are errors there.
+TRTLLM_FIELDS = {
+    "decoding_type", "max_draft_len", "speculative_model", "max_matching_ngram_size", "draft_len_schedule", "acceptance_rate_window_size",
+    "acceptance_rate_threshold",
+}  # fmt: skip
+TRTLLM_NEEDS_MODEL = {"Eagle3": True, "Draft_Target": True, "MTP": False, "NGram": False}
+SERVING = Serving("org/model", 4, 1, 4, 32, 4096, "fp8", 0.9, None, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "releases"),
+    [("eagle3", {"model": "org/d"}, {"upper", "1.4"}), ("mtp", {}, {"upper", "1.4"}),
+     ("draft_model", {"model": "org/d"}, {"lower", "upper", "1.4"}), ("ngram", {}, {"lower", "upper", "1.4"})],
+)  # fmt: skip
+def test_tensorrt_llm_s_drafters(method: str, options: dict[str, str], releases: set[str]) -> None:
+    found = {file.name: file for file in emit.emit(falling(), of_vllm(method, options), SERVING)[0] if file.name.startswith("trtllm")}
+    assert set(found) == {f"trtllm-{release}.yaml" for release in releases}
+    for name, file in found.items():
+        document = yaml.safe_load(file.text)
+        config = document.pop("speculative_config")
+        assert document == {"tensor_parallel_size": 4, "pipeline_parallel_size": 1, "max_batch_size": 32, "max_seq_len": 4096,
+                            "kv_cache_config": {"dtype": "fp8"}}
+        assert config.keys() <= TRTLLM_FIELDS
+        assert ("speculative_model" in config) == TRTLLM_NEEDS_MODEL[config["decoding_type"]]
+        assert ("acceptance_rate_threshold" in config) == (name == "trtllm-1.4.yaml")
+        assert config["draft_len_schedule"][min(config["draft_len_schedule"])] == config["max_draft_len"]
+
+
+@pytest.mark.parametrize("method", ["suffix", "medusa"])
+def test_what_other_servers_have_no_drafter_for_is_left_out(method: str) -> None:
+    options = {"model": "org/heads"} if method == "medusa" else {}
+    written, left_out = emit.emit(Plan(method, falling().points, falling().ranges), of_headway(method, options))
+    assert {file.name for file in written} == {"headway.json", "vllm.json"}
+    assert {reason.partition(":")[0] for reason in left_out} == {"sglang.txt", "trtllm-*.yaml", "llamacpp.txt"}
+
+
 def test_a_length_that_rises_is_cut_for_tensorrt_llm_and_said_so() -> None:
     file = files(rising())["trtllm-lower.yaml"]
     assert yaml.safe_load(file.text)["speculative_config"]["draft_len_schedule"] == {1: 2, 5: 2}
@@ -152,7 +212,7 @@ def test_speculation_that_never_pays_is_off_everywhere() -> None:
     assert json.loads(made["headway.json"].text) == {"speculative_config": "off"}
     assert json.loads(made["vllm.json"].text) is None
     assert yaml.safe_load(made["trtllm-upper.yaml"].text) == {}
-    assert json.loads(made["sglang.json"].text) == {"1": {"candidate_steps": [0]}}
+    assert made["sglang.txt"].text == "\n"
 
 
 # -- the command --------------------------------------------------------------------------------------------------
@@ -234,7 +294,15 @@ def test_traffic_of_our_proposer_inside_vllm_is_written_for_vllm(tmp_path: Path)
     assert written(tmp_path / "t") == {
         "vllm.json": {"method": "custom_class", "num_speculative_tokens": 8, "model": "headway.vllm.Proposer"}
     }
-    assert {path.name for path in (tmp_path / "t").iterdir()} == {"vllm.json", "sglang.json", "plan.svg"}
+    assert {path.name for path in (tmp_path / "t").iterdir()} == {"vllm.json", "plan.svg"}
+
+
+OTHERS: dict[str, set[str]] = {
+    "eagle": {"sglang.txt"},
+    "eagle3": {"sglang.txt", "trtllm-upper.yaml", "llamacpp.txt"},
+    "draft_model": {"sglang.txt", "trtllm-lower.yaml", "trtllm-upper.yaml", "llamacpp.txt"},
+    "medusa": set(),
+}
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model", "medusa"])
@@ -252,8 +320,8 @@ def test_traffic_of_vllm_s_trained_drafters(method: str, tmp_path: Path, capsys:
         ours = SpeculativeConfig.parse(made["headway.json"]["speculative_config"])
         assert ours is not None
         assert (ours.method, ours.model) == ({"eagle3": "eagle"}.get(method, method), "org/draft")
-        assert {path.name for path in folder.iterdir()} == {"headway.json", "vllm.json", "sglang.json", "plan.svg"}
-    assert "not written: trtllm-lower.yaml, trtllm-upper.yaml, llamacpp.txt: written for ngram only" in capsys.readouterr().out
+        names = {path.name for path in folder.iterdir()} - {"headway.json", "vllm.json", "plan.svg"}
+        assert names == OTHERS[method]
 
 
 def test_the_options_of_the_recording_are_kept(tmp_path: Path) -> None:

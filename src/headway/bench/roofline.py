@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
+from headway.engine.memory import available_cpu_bytes
 from headway.models.attention import KVCache
 from headway.models.decoder import Decoder
 
 # Several times the last-level cache of today's servers, so that memory is measured and not cache.
 PROBE_BYTES = 1 << 28
 PROBE_REPEATS = 10
+# Square matrices whose product keeps all units busy, and is done in a fraction of a second.
+CPU_PRODUCT, GPU_PRODUCT = 1024, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,36 @@ def measure(model: Decoder, at_least: float = 0.0) -> Roofline:
     per_step -= round(model.weight_bytes * config.num_idle_parameters / config.num_parameters)
     bandwidth = max(read_bandwidth(model.device), at_least)
     return Roofline(model.weight_bytes, per_step, kv_bytes, bandwidth, bandwidth / per_step, bandwidth / (per_step + 1024 * kv_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDevice:
+    """memory_bytes: free now on a CPU, in all on a GPU; bandwidth: bytes per second; flops: of products of bfloat16, per second."""
+
+    memory_bytes: int
+    bandwidth: float
+    flops: float
+    is_cpu: bool
+
+
+def measure_device() -> MeasuredDevice:
+    """The GPU of this machine, or its CPU; takes about a second."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    is_cpu = device.type == "cpu"
+    memory = available_cpu_bytes() if is_cpu else torch.cuda.mem_get_info(device)[1]
+    return MeasuredDevice(memory, read_bandwidth(device), _product_rate(device, CPU_PRODUCT if is_cpu else GPU_PRODUCT), is_cpu)
+
+
+def _product_rate(device: torch.device, size: int) -> float:
+    """Floating-point operations per second of the best of a few square products."""
+    a, b = (torch.ones(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        (a @ b)[0, 0].item()
+        return time.perf_counter() - start
+
+    return 2.0 * size**3 / min(seconds() for _ in range(PROBE_REPEATS))
 
 
 def read_bandwidth(device: torch.device, num_bytes: int = PROBE_BYTES) -> float:

@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "continue a prompt, and see which tokens were drafted",
     "chat": "talk to a model in the terminal",
     "bench": "measure throughput and latency",
+    "plan": "say what fits on which devices and whether speculation pays there, from config.json alone",
     "tune": "find the k of each load by measuring, and write it for Headway, vLLM, SGLang, TensorRT-LLM and llama.cpp",
     "replay": "decide a recorded trace again by another policy, without a model",
     "audit": "test whether a server's output is the same with speculation as without: Headway, vLLM, SGLang, llama.cpp",

@@ -20,7 +20,7 @@ from headway.errors import ConfigError
 if TYPE_CHECKING:
     from headway.engine.engine import Engine
     from headway.telemetry.trace import Trace
-    from headway.tune.emit import File
+    from headway.tune.files import File
     from headway.tune.plan import Plan, Point
     from headway.tune.source import Source
 

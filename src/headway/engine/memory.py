@@ -87,7 +87,7 @@ def kv_bytes_each(config: EngineConfig, model: Decoder, num_engines: int) -> int
     alone = plan_memory(config, model).kv_cache_bytes
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    room = alone if model.device.type == "cuda" else int(_available_cpu_bytes() * _CPU_SHARE)
+    room = alone if model.device.type == "cuda" else int(available_cpu_bytes() * _CPU_SHARE)
     return min(alone, room // num_engines)
 
 
@@ -95,10 +95,10 @@ def _default_bytes(config: EngineConfig, device: torch.device, to_be_loaded: int
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - total * (1.0 - config.gpu_memory_utilization)) - _GPU_RESERVE_BYTES - to_be_loaded)
-    return min(max(0, int((_available_cpu_bytes() - to_be_loaded) * _CPU_SHARE)), _CPU_LIMIT_BYTES)
+    return min(max(0, int((available_cpu_bytes() - to_be_loaded) * _CPU_SHARE)), _CPU_LIMIT_BYTES)
 
 
-def _available_cpu_bytes() -> int:
+def available_cpu_bytes() -> int:
     """Free memory of the machine, or of the control group when that is less."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
