@@ -158,7 +158,6 @@ def test_each_drafter_has_its_own_cost() -> None:
     random = np.random.default_rng(8)
     model = CostModel()
     assert model.predict_draft("eagle", 8, 4) == 0.0
-    assert model.draft_error("eagle") == math.inf
     for _ in range(300):
         rows, steps = int(random.integers(1, 65)), int(random.integers(1, 9))
         unseen = int(random.integers(0, 600)) if random.random() < 0.5 else 0

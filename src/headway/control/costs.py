@@ -9,25 +9,21 @@ beyond a plain one. A drafter's time for R sequences and S steps, after W tokens
 
     D(R, S, W) = speed * ( d0 + d1 R + d2 S + d3 R S + d4 W )
 
-Observations are averaged in cells (similar steps), so memory and time stay bounded however long it runs; old cells lose weight, which
-is the forgetting, and a cell nobody visits keeps what it knew, scaled by `speed`, the one factor that follows the machine at once (a
-noisy neighbour, another clock). The coefficients minimise the squared relative error under the constraint, shrunk towards a smooth curve
-where there is no data. A step that took far too long moves nothing until several in a row agree with it.
+How the coefficients are fitted, and what `speed` is: control/cost_fit.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from headway.control.cost_fit import SELDOM, WELL_KNOWN, CostFit, FloatArray
 from headway.types import Feedback
-
-FloatArray = NDArray[np.float64]
 
 FORMAT = 2              # of the saved file
 KNOTS = np.array([
@@ -37,29 +33,9 @@ KNOTS = np.array([
 _WIDTHS = np.diff(KNOTS)
 _TABLE = 1025           # f is tabulated for fewer tokens than this
 _BEND = 32              # the smooth curve has one slope up to here and another beyond
-_PREFER = 0.3           # a curve that is flat, in observations
-_SHRINK = 0.5           # towards the smooth curve, in observations
-_MEMORY = 24.0          # observations a cell remembers
-_FADE = 300.0           # steps without a visit until what a cell remembers counts half against what comes next
 _PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
-_HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
-_MAX_CELLS = 320
 _FEW = 8                # live steps that tell roughly what steps cost
-_WELL_KNOWN = 256       # observations after which only one step in
-_SELDOM = 3             # is learned from: learning has its price
-_YOUNG = 6.0            # observations up to which every step of a cell is
-_RARE = 12              # steps since the last of its cell, after which one is, too
-_REFIT_EVERY = 64       # observations, at most
-_SURPRISES = 2          # steps whose error is no noise, after which it refits: a load that is new must not wait its turn
-_FIRST_REFIT = 32       # observations after a profile or what was kept has been read
-_RECENT = 128           # errors that `error` is the median of
-_TRACK = 0.06           # how fast `speed` follows
 _SAME_SPEED = 0.1       # change of speed, as a logarithm, that a few passes cannot prove
-_REGIME = 0.2           # change of speed, as a logarithm, after which all cells count less: not everything slows down alike
-_LEAST_WEIGHT = 0.1     # a cell that counts less is forgotten
-_DEVALUE = 3.0          # how much less: 30 % of a change halves them
-_OUTLIER_RUN = 6        # this many outliers in a row are no outliers
-_IN_PARTS = 1.5         # times what a step would take in parts: more must have been something else, as compilation
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +55,8 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._target = _Fit(_target_design, _target_smooth())
-        self._drafters: dict[str, _Fit] = {}
+        self._target = CostFit(_target_design, _target_smooth())
+        self._drafters: dict[str, CostFit] = {}
         self._theta: FloatArray | None = None   # what the next three were made from
         self._heights = KNOTS                   # f at the knots
         self._at: list[float] = []              # f(0), f(1), ... up to _TABLE
@@ -136,10 +112,6 @@ class CostModel:
         """Median relative error of the latest predictions of the target, each made before its step was learned from; inf: none yet."""
         return self._target.error
 
-    def draft_error(self, drafter: str) -> float:
-        """The same for one drafter."""
-        return self._drafters[drafter].error if drafter in self._drafters else math.inf
-
     @property
     def num_observed(self) -> int:
         return self._target.num_observed
@@ -170,8 +142,8 @@ class CostModel:
             if part.num_rows > 0:
                 fit = self._drafters.get(part.drafter)
                 if fit is None:
-                    fit = self._drafters[part.drafter] = _Fit(_draft_design, _DRAFT_SMOOTH)
-                if fit.num_observed >= _WELL_KNOWN and feedback.step % _SELDOM:
+                    fit = self._drafters[part.drafter] = CostFit(_draft_design, _DRAFT_SMOOTH)
+                if fit.num_observed >= WELL_KNOWN and feedback.step % SELDOM:
                     continue
                 asked = (part.num_rows, part.num_steps, part.num_catch_up)
                 fit.observe(asked, part.draft_ms, _draft_ms(fit, *asked))
@@ -209,219 +181,14 @@ class CostModel:
                 raise ValueError(f"a cost model of format {document['format']!r}; this version reads {FORMAT}")
             model._target.load(document["target"])
             for name, saved in document["drafters"].items():
-                model._drafters[str(name)] = _Fit(_draft_design, _DRAFT_SMOOTH)
+                model._drafters[str(name)] = CostFit(_draft_design, _DRAFT_SMOOTH)
                 model._drafters[str(name)].load(saved)
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(f"not a saved cost model: {error!r}") from error
         return model
 
 
-# -- the regression ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Cell:
-    """Steps that are alike: the mean of what they asked for and of what they took (divided by `speed` at the time)."""
-
-    raw: list[float]
-    ms: float
-    weight: float
-    seen: int           # number of the latest observation
-
-    def learn(self, raw: Sequence[float], ms: float, weight: float, number: int) -> None:
-        # Steps that are rare now, as plain ones are where drafts pay, would take hundreds to correct what they were under another load.
-        self.weight = min(self.weight * 0.5 ** ((number - self.seen) / _FADE) + weight, _MEMORY)
-        share = weight / self.weight
-        self.raw = [mean + share * (value - mean) for mean, value in zip(self.raw, raw, strict=True)]
-        self.ms += share * (ms - self.ms)
-        self.seen = number
-
-    def fade(self, factor: float) -> None:
-        self.weight *= factor
-
-
-class _Fit:
-    """Non-negative least squares on aging cells, and one factor for the speed of the machine."""
-
-    def __init__(self, design: Callable[[FloatArray], FloatArray], smooth: FloatArray) -> None:
-        self._design = design
-        self._smooth = smooth       # [d, s]: which coefficients a smooth curve of s parameters consists of
-        self._cells: dict[tuple[int, ...], _Cell] = {}
-        self._recent = [0.0] * _RECENT
-        self._num_recent = 0
-        self._next_refit = 2
-        self._num_surprises = 0     # since it was refitted
-        self.is_trusted = False
-        self._typical = 0.3         # log error that is nothing special
-        self._outliers: list[float] = []   # log errors of the latest steps, as long as each is one
-        self._support: FloatArray = np.full(smooth.shape[1], 1.0 / smooth.shape[1])   # of the smooth curve
-        self.theta: FloatArray = smooth @ self._support
-        self.coefficients: list[float] = self.theta.tolist()
-        self.speed = 1.0
-        self._fitted_speed = 1.0    # when what is in the cells was last devalued
-        self.num_observed = 0
-
-    @property
-    def error(self) -> float:
-        return float(np.median(self._recent[: min(self._num_recent, _RECENT)])) if self._num_recent else math.inf
-
-    def observe(self, raw: Sequence[float], ms: float, predicted: float) -> None:
-        if not (math.isfinite(ms) and ms > 0.0):
-            return
-        if not self._cells or predicted <= 0.0:
-            self.learn(raw, ms)
-            self.refit()
-            self.num_observed += 1
-            return
-        log_error = math.log(ms / predicted)
-        if self._num_recent % 32 == 0 or self._num_recent == 8:
-            self._typical = max(0.02, 1.5 * self.error) if self._num_recent else 0.3
-        self._recent[self._num_recent % _RECENT] = abs(predicted / ms - 1.0)
-        self._num_recent += 1
-        self.num_observed += 1
-        bound = 3.0 * self._typical
-        # While little is known, an error says something about the curve, not about the machine.
-        known = 1.0 if self.is_trusted else min(1.0, self.num_observed / _FIRST_REFIT)
-        self.speed *= math.exp(known * _TRACK * min(bound, max(-bound, log_error)))
-        # Only a pause makes a single step an outlier: nothing makes one too fast.
-        if log_error > max(0.7, 2.0 * bound):
-            self._outliers.append(log_error)
-        elif self._outliers:
-            self._outliers = []
-        if 0 < len(self._outliers) < _OUTLIER_RUN:
-            return
-        if log_error < -max(0.7, 2.0 * bound):
-            self._disprove(raw, ms)
-        if self._outliers:   # so many in a row are no outliers: the machine has changed
-            self.speed *= math.exp(float(np.median(self._outliers)))
-            self._outliers = []
-            self.refit()
-        changed = abs(math.log(self.speed / self._fitted_speed)) > _REGIME
-        surprising = abs(log_error) > 2.0 * self._typical
-        self._num_surprises += surprising
-        if changed or surprising or self.num_observed < _WELL_KNOWN or self.num_observed % _SELDOM == 0 or self._is_young(raw):
-            self.learn(raw, ms)
-        if changed or self._num_surprises >= _SURPRISES or self.num_observed >= self._next_refit:
-            # The longer nothing changes, the less there is to learn.
-            self._next_refit = self.num_observed + min(_REFIT_EVERY, max(2, self.num_observed // 2))
-            self.refit()
-
-    def _is_young(self, raw: Sequence[float]) -> bool:
-        """Whether steps like this one were hardly learned from, or not for a while."""
-        cell = self._cells.get(_key(raw))
-        return cell is None or cell.weight < _YOUNG or self.num_observed - cell.seen > _RARE
-
-    def _disprove(self, raw: Sequence[float], ms: float) -> None:
-        """Forgets steps that took longer than as many like this one as they could be done in: first steps do, where something is compiled
-        or read from disk. While those that verify seem to take that long nothing is verified, and nobody would ever find out."""
-        for key, cell in list(self._cells.items()):
-            parts = math.prod([
-                max(1.0, there / here) if here > 0.0 else math.inf if there > 0.0 else 1.0
-                for there, here in zip(cell.raw, raw, strict=True)
-            ])  # fmt: skip
-            if cell.ms * self.speed > _IN_PARTS * parts * ms and len(self._cells) > 1:
-                del self._cells[key]
-
-    def learn(self, raw: Sequence[float], ms: float, weight: float = 1.0) -> None:
-        key = _key(raw)
-        cell = self._cells.get(key)
-        if cell is None:
-            if len(self._cells) >= _MAX_CELLS:
-                del self._cells[min(self._cells, key=lambda k: self._cells[k].seen)]
-            cell = self._cells[key] = _Cell([0.0] * len(raw), 0.0, 0.0, 0)
-        cell.learn(raw, ms / self.speed, weight, self.num_observed)
-
-    def rescale(self, factor: float) -> None:
-        self.speed *= factor
-
-    def trust(self) -> None:
-        """What is in the cells is worth something already: live steps correct it now and then, not every other step."""
-        self.is_trusted = True
-        self._next_refit = max(self._next_refit, self.num_observed + _FIRST_REFIT)
-
-    def refit(self) -> None:
-        """Minimises sum of weight * (prediction / ms - 1)^2 over theta >= 0, first for the smooth curve, then around it."""
-        if not self._cells:
-            return
-        self._num_surprises = 0
-        change = abs(math.log(self.speed / self._fitted_speed))
-        if change > _REGIME:
-            self._fitted_speed = self.speed
-            for key, cell in list(self._cells.items()):
-                cell.fade(math.exp(-_DEVALUE * change))
-                if cell.weight < _LEAST_WEIGHT and len(self._cells) > 1:
-                    del self._cells[key]
-        cells = list(self._cells.values())
-        ms = np.array([cell.ms for cell in cells])
-        age = self.num_observed - np.array([cell.seen for cell in cells], dtype=np.float64)
-        weight = np.array([cell.weight for cell in cells]) * np.maximum(0.02, 0.5 ** (age / _HALF_LIFE))
-        rows = self._design(np.array([cell.raw for cell in cells])) / ms[:, None]
-        gram, target = rows.T @ (weight[:, None] * rows), rows.T @ weight
-        smooth = self._smooth
-        small = smooth.T @ gram @ smooth
-        # Of explanations that are as good, the constant: what grows would be extrapolated.
-        ridge = np.full(len(small), _PREFER / max(float(weight.sum()), 1e-9))
-        ridge[0] *= 1e-3
-        small[np.diag_indices_from(small)] += ridge * small.diagonal() + 1e-12
-        self._support = _nonnegative(small, smooth.T @ target, self._support)
-        prior = smooth @ self._support
-        # Shrinkage in relative units: a rise counts against the time of the steps it is part of.
-        relative = np.sqrt(gram.diagonal() / max(float(weight.sum()), 1e-9)) + 0.02 / float(np.median(ms))
-        ridge = _SHRINK * relative**2
-        gram[np.diag_indices_from(gram)] += ridge
-        self.theta = _nonnegative(gram, target + ridge * prior, self.theta)
-        self.coefficients = self.theta.tolist()
-
-    def to_json(self) -> dict[str, Any]:
-        cells = [[*key] for key in self._cells]
-        values = [[*cell.raw, cell.ms, cell.weight, cell.seen] for cell in self._cells.values()]
-        return {"cells": cells, "values": values, "speed": self.speed, "num_observed": self.num_observed}
-
-    def load(self, saved: Any) -> None:
-        for key, values in zip(saved["cells"], saved["values"], strict=True):
-            *raw, ms, weight, seen = (float(value) for value in values)
-            if not all(map(math.isfinite, (*raw, ms, weight))) or ms <= 0.0 or weight <= 0.0:
-                raise ValueError("not a saved cost model: a cell is not finite and positive")
-            self._cells[tuple(int(part) for part in key)] = _Cell(raw, ms, weight, int(seen))
-        self.speed = self._fitted_speed = float(saved["speed"])
-        self.num_observed = int(saved["num_observed"])
-        if not (math.isfinite(self.speed) and self.speed > 0.0 and self.num_observed >= 0):
-            raise ValueError("not a saved cost model: speed and number of observations must be finite and positive")
-        self.refit()
-        self.trust()
-
-
-def _key(raw: Sequence[float]) -> tuple[int, ...]:
-    """Of the cell that `raw` belongs to: fine where numbers are small."""
-    return tuple(int(2.0 * math.log2(1.0 + value) + 0.5) if value > 8 else int(value) for value in raw)
-
-
-def _nonnegative(gram: FloatArray, target: FloatArray, start: FloatArray) -> FloatArray:
-    """min x' gram x / 2 - target' x over x >= 0, exactly, for a positive definite `gram`. Quick when `start` is positive where x is.
-
-    Block principal pivoting (Kim and Park 2011): solve on the positive entries, then exchange all that have the wrong sign; one at a time
-    when that does not lead on.
-    """
-    free = start > 0.0
-    least, tries = len(target) + 1, 3
-    tolerance = 1e-10 * (1.0 + float(np.abs(target).max(initial=0.0)))
-    x = np.zeros(len(target))
-    for _ in range(4 * len(target) + 10):
-        index = np.flatnonzero(free)
-        x = np.zeros(len(target))
-        x[index] = np.linalg.solve(gram[index[:, None], index], target[index])
-        wrong = np.flatnonzero(np.where(free, x < 0.0, gram @ x - target < -tolerance))
-        if len(wrong) == 0:
-            break
-        if len(wrong) < least:
-            least, tries = len(wrong), 3
-        elif tries > 0:
-            tries -= 1
-        else:
-            wrong = wrong[-1:]
-        free[wrong] = ~free[wrong]
-    return np.maximum(x, 0.0)
-
+# -- what the coefficients stand for -----------------------------------------------------------------------------------
 
 # Typical sizes: they bring the coefficients of different things to one scale. Rows, logit rows, context, context * query tokens, prefill,
 # verifying at all.
@@ -453,7 +220,7 @@ def _target_smooth() -> FloatArray:
 _DRAFT_SMOOTH = np.eye(5)[:, [1, 3, 4]]
 
 
-def _draft_ms(fit: _Fit, rows: int, steps: int, catch_up: int) -> float:
+def _draft_ms(fit: CostFit, rows: int, steps: int, catch_up: int) -> float:
     """`_draft_design` times theta, without arrays: asked several times a step."""
     fixed, per_row, per_step, per_both, per_unseen = fit.coefficients
     return fit.speed * (fixed + per_row * rows + per_step * steps + per_both * rows * steps / 8.0 + per_unseen * catch_up / 256.0)
