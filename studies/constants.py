@@ -1,23 +1,20 @@
-"""What each constant of the default policy is worth: every one at half and at twice its value, in computed worlds.
+"""What each constant of the default policy does: every one of control/constants.py at half and at twice its value.
 
-    python studies/constants.py [--only NAME ...] [--seeds 4] [--traces FILE ...] [--output FILE.json]
+    python studies/constants.py [--only NAME ...] [--worlds NAME ...] [--seeds 4] [--output FILE.json]
 
-Each world of WORLDS has known costs and acceptance (tests/closed_loop.py). A constant's figure is the geometric mean, over worlds and
-seeds, of tokens per millisecond with the changed constant against tokens per millisecond as it is; beside it the world that changes most.
-Recorded traces (`--trace` of `headway bench`) are decided again with 1, 4 and 16 requests in flight and count as worlds, too.
-Seeds are the same for both, but a decision that differs changes all that is drawn after it: `noise` in the output says how much the
-mean and the worst world move when nothing but the seeds changes.
+Each world of WORLDS has known costs and acceptance (tests/closed_loop.py); TRACE.jsonl@8 is a recorded trace (`--trace` of `headway
+bench`), decided again with 8 requests in flight. `mean` is the geometric mean, over worlds and seeds, of tokens per millisecond with the
+changed constant against tokens per millisecond as it is; `world` is the one that changes most, to `there`. Seeds are the same for both,
+but a decision that differs changes all that is drawn after it: `noise` says how much both move when nothing but the seeds changes.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib
 import math
-import pkgutil
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,22 +28,32 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from record import origin, publish
 
-import headway.control
+from headway.control import constants as const
 from headway.control.costs import Work
 from headway.control.policies.goodput import Goodput
 from headway.telemetry.trace import read_trace
 from headway.tune import replay
 from headway.types import Feedback
-from tests.closed_loop import DrafterCost, Texture, World, cpu, gpu, run
+from tests.closed_loop import (
+    CHAT,
+    COPIER,
+    EDIT,
+    HEAD,
+    NEVER,
+    SUFFIX,
+    DrafterCost,
+    Texture,
+    Textures,
+    World,
+    always,
+    cpu,
+    gpu,
+    half_and_half,
+    run,
+)  # fmt: skip
 
-OWN_MS = 0.15   # milliseconds of the policy's own time in each step, as it is told
-EDIT, CHAT = Texture(hit=0.9, rate=0.93), Texture(hit=0.15, rate=0.4, length=4)
-NEVER = Texture(hit=0.3, rate=0.02, length=4)
-SUFFIX, COPIER = {"suffix": DrafterCost(0.01, 0.06)}, {"suffix": DrafterCost(0.005, 0.02)}
-HEAD = DrafterCost(0.1, 0.05, 0.27)
+OWN_MS = 0.15   # milliseconds of the policy's own time in each step, in its feedback
 NETWORK = {"eagle": DrafterCost(0.6, 0.2, 0.9, unseen=0.07), "suffix": DrafterCost(0.05, 0.05)}
-
-Textures = Callable[[int, int], Mapping[str, Texture]]
 
 
 @dataclass(frozen=True)
@@ -60,16 +67,18 @@ class Case:
     slowest: bool = False   # judged by the tokens of the slowest request, not by those of all
 
 
-def always(**textures: Texture) -> Textures:
-    return lambda step, request: textures
-
-
 def turning(every: int, first: Texture, then: Texture) -> Textures:
     return lambda step, request: {"suffix": then if (step // every) % 2 else first}
 
 
-def half(step: int, request: int) -> Mapping[str, Texture]:
-    return {"suffix": EDIT if request % 2 else CHAT}
+def half_without_confidence(step: int, request: int) -> Mapping[str, Texture]:
+    return {name: replace(texture, stated=None) for name, texture in half_and_half(step, request).items()}
+
+
+def three(step: int, request: int) -> Mapping[str, Texture]:
+    """The network has two thirds right; the copies of one drafter hold now and then, those of the other for half of the requests."""
+    suffix = EDIT if (request + step // 60) % 3 == 0 else CHAT
+    return {"eagle": Texture(rate=0.65), "suffix": suffix, "ngram": NEVER if request % 2 else EDIT}
 
 
 def bursts(step: int, request: int) -> Mapping[str, Texture]:
@@ -110,6 +119,11 @@ def large_cpu(work: Work) -> float:
     return 110.0 + 30.0 * work.num_tokens
 
 
+def third_of_a_step(work: Work) -> float:
+    """Flat for three tokens, then 8 % of a step for each: a draft that is verified costs little beside drafting it."""
+    return 146.0 if work.num_tokens <= 3 else 140.0 + 12.0 * work.num_tokens
+
+
 def simple(num_requests: int, texture: Texture, **more: Any) -> World:
     return World(num_requests, always(suffix=texture), **({"drafters": SUFFIX} | more))
 
@@ -118,7 +132,7 @@ UNEVEN = Texture(rates=(0.998,) * 10 + (0.97,) * 3 + (0.86, 0.7, 0.55))
 WORLDS: dict[str, Case] = {
     **{f"edit@{n}": Case(simple(n, EDIT)) for n in (1, 4, 16)},
     **{f"chat@{n}": Case(simple(n, CHAT)) for n in (1, 4, 16)},
-    **{f"half@{n}": Case(World(n, half, drafters=SUFFIX)) for n in (2, 16, 48)},
+    **{f"half@{n}": Case(World(n, half_and_half, drafters=SUFFIX)) for n in (2, 16, 48)},
     "never@8": Case(simple(8, NEVER), 400),
     "never, drafting has its price@32": Case(simple(32, NEVER, drafters={"suffix": DrafterCost(0.05, 0.2)}), 300),
     "all alike@32, gpu": Case(simple(32, Texture(hit=0.5, rate=0.8), cost=gpu), 300),
@@ -126,7 +140,7 @@ WORLDS: dict[str, Case] = {
     "turns every 25 steps@16": Case(World(16, turning(25, NEVER, EDIT), drafters=SUFFIX), 400),
     "bursts@1": Case(World(1, bursts, drafters={"suffix": DrafterCost(0.02, 0.2)}), 1000),
     "bursts@4": Case(World(4, bursts, drafters={"suffix": DrafterCost(0.02, 0.2)}), 600),
-    "requests come and go@8": Case(World(8, half, drafters=SUFFIX, request=lambda serial: (200, 60)), 400),
+    "requests come and go@8": Case(World(8, half_and_half, drafters=SUFFIX, request=lambda serial: (200, 60)), 400),
     "costs change@16": Case(simple(16, Texture(hit=0.9, rate=0.8), cost=gpu, later=(150, cpu)), 400),
     "slows down@16": Case(simple(16, EDIT, slowdown=lambda step: 1.6 if step >= 100 else 1.0)),
     "cold@1": Case(simple(1, EDIT), 120, profiled=False),
@@ -174,7 +188,7 @@ WORLDS: dict[str, Case] = {
         8, always(eagle=Texture(rate=0.7)), deterministic=False, greedy=False, drafters={"eagle": DrafterCost(0.1, 0.02, 0.1)}
     )),
     "sampled trees@4": Case(World(
-        4, always(suffix=Texture(rate=0.7, told=None)), drafters=SUFFIX, deterministic=False, greedy=False, breadth=4
+        4, always(suffix=Texture(rate=0.7, stated=None)), drafters=SUFFIX, deterministic=False, greedy=False, breadth=4
     )),
     "draft model, token by token@1": Case(World(
         1, always(small=UNEVEN), large_cpu, drafters={"small": DrafterCost(2.0, 0.0, 53.0)}, deterministic=False, stepwise=True,
@@ -183,10 +197,18 @@ WORLDS: dict[str, Case] = {
     "draft model, token by token@4": Case(World(
         4, always(small=UNEVEN), small_cpu, drafters={"small": DrafterCost(0.5, 0.2, 3.0)}, deterministic=False, stepwise=True
     )),
+    "draft model, a third of a step for each token@1": Case(World(
+        1, always(small=Texture(rate=0.8)), third_of_a_step, drafters={"small": DrafterCost(2.0, 0.0, 53.0, unseen=5.0)},
+        deterministic=False, request=lambda serial: (45, 48),
+    )),
+    "half, no confidence@16": Case(World(16, half_without_confidence, drafters=SUFFIX)),
+    "three drafters@6": Case(World(6, three, max_k=16, copying=("suffix", "ngram"), drafters={
+        "eagle": DrafterCost(0.6, 0.1, 0.5, 0.002), **COPIER, "ngram": DrafterCost(0.005, 0.03)
+    })),
     "a target of 18 ms per token@8": Case(World(
         8, lambda step, request: {"suffix": NEVER if request == 0 else Texture(hit=1.0, rate=0.99)}, drafters=SUFFIX, max_k=16
     ), options=Goodput.Options(tpot_slo_ms=18.0), slowest=True),
-    "latency@16": Case(World(16, half, drafters=SUFFIX), options=Goodput.Options(objective="latency")),
+    "latency@16": Case(World(16, half_and_half, drafters=SUFFIX), options=Goodput.Options(objective="latency")),
     "a clock that breaks@8": Case(simple(8, EDIT, clock=lambda step, ms: float("nan") if step % 7 == 3 else ms)),
 }
 
@@ -198,113 +220,99 @@ class Timed(Goodput):
         super().observe(replace(feedback, policy_ms=OWN_MS))
 
 
-def measured(name: str, seed: int) -> tuple[float, str]:
-    """(tokens per millisecond, digest of every decision) of one world."""
+def measured(name: str, seed: int) -> float:
+    """Tokens per millisecond of one world."""
     if name not in WORLDS:
         path, _, in_flight = name.rpartition("@")
         outcome = replay.run(Timed(), replay.World(read_trace(path), seed=seed, in_flight=int(in_flight)))
-        return outcome.num_tokens / outcome.ms, ""
+        return outcome.num_tokens / outcome.ms
     case = WORLDS[name]
     result = run(Timed(case.options), replace(case.world, seed=seed), case.steps, profiled=case.profiled)
     tokens = result.by_request.sum(axis=0).min() if case.slowest else result.tokens.sum()
-    digest = hashlib.sha256(result.k_by_request.tobytes() + result.ms.tobytes()).hexdigest()[:16]
-    return float(tokens / result.ms.sum()), digest
+    return float(tokens / result.ms.sum())
 
 
 # -- constants --------------------------------------------------------------------------------------------------------
 
-
-def modules() -> Iterator[Any]:
-    for found in pkgutil.walk_packages(headway.control.__path__, "headway.control."):
-        yield importlib.import_module(found.name)
+LINE = re.compile(r"^([A-Z_]+) = .*# ([^:]+): (.*)$", re.MULTILINE)
 
 
-def constants() -> dict[str, float]:
-    """module.NAME -> value, of every numeric constant of the modules that `goodput` consists of."""
-    found: dict[str, float] = {}
-    for module in modules():
-        short = module.__name__.removeprefix("headway.control.")
-        if short.startswith(("goodput.", "policies.goodput", "costs", "cost_")):
-            for name, value in vars(module).items():
-                if name.lstrip("_").isupper() and type(value) in (int, float) and name not in ("FORMAT",):
-                    found.setdefault(f"{short}.{name}", value)
-    first: dict[str, str] = {}
-    for path in sorted(found, key=lambda path: defined_in(path)):
-        first.setdefault(path.rpartition(".")[2], path)
-    return {path: found[path] for path in found if first[path.rpartition(".")[2]] == path}
+@dataclass(frozen=True)
+class Constant:
+    name: str
+    value: float
+    unit: str
+    meaning: str
 
 
-def defined_in(path: str) -> bool:
-    """False (sorts first) for the module that assigns the name, True where it is imported."""
-    module, _, name = path.rpartition(".")
-    source = Path(importlib.import_module(f"headway.control.{module}").__file__ or "").read_text(encoding="utf-8")
-    return not any(line.startswith((f"{name} =", f"{name}:")) for line in source.splitlines())
+def all_constants() -> list[Constant]:
+    """Those of control/constants.py that are numbers."""
+    lines = LINE.findall(Path(const.__file__).read_text(encoding="utf-8"))
+    found = [Constant(name, getattr(const, name), unit, meaning) for name, unit, meaning in lines]
+    return [constant for constant in found if isinstance(constant.value, (int, float))]
 
 
 @contextmanager
-def changed(path: str, factor: float) -> Iterator[None]:
-    """The constant times `factor`, wherever it was imported."""
-    if not path:
+def changed(name: str, factor: float) -> Iterator[None]:
+    """The constant times `factor`; "" for none."""
+    if not name:
         yield
         return
-    name = path.rpartition(".")[2]
-    old = getattr(importlib.import_module(f"headway.control.{path.rpartition('.')[0]}"), name)
-    new = max(1, round(old * factor)) if isinstance(old, int) else old * factor
-    users = [module for module in modules() if vars(module).get(name) is old or vars(module).get(name) == old]
-    for module in users:
-        setattr(module, name, new)
+    old = getattr(const, name)
+    setattr(const, name, max(1, round(old * factor)) if isinstance(old, int) else old * factor)
     try:
         yield
     finally:
-        for module in users:
-            setattr(module, name, old)
+        setattr(const, name, old)
 
 
-def sweep(path: str, factor: float, seeds: range, names: tuple[str, ...] = tuple(WORLDS)) -> dict[str, float]:
+def sweep(name: str, factor: float, seeds: range, worlds: Sequence[str]) -> dict[str, float]:
     """world -> mean tokens per millisecond over seeds."""
-    with changed(path, factor):
-        return {name: float(np.mean([measured(name, seed)[0] for seed in seeds])) for name in names}
+    with changed(name, factor):
+        return {world: float(np.mean([measured(world, seed) for seed in seeds])) for world in worlds}
 
 
 def against(base: Mapping[str, float], other: Mapping[str, float]) -> dict[str, Any]:
     ratios = {name: other[name] / base[name] for name in base}
     worst = max(ratios, key=lambda name: abs(math.log(ratios[name])))
-    return {"mean": round(math.exp(sum(map(math.log, ratios.values())) / len(ratios)), 4), "world": worst, "there": round(ratios[worst], 3)}
+    return {
+        "mean": round(math.exp(sum(map(math.log, ratios.values())) / len(ratios)), 4), "world": Path(worst).name,
+        "there": round(ratios[worst], 3),
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of constants")
+    parser.add_argument("--worlds", nargs="+", default=list(WORLDS), help="of WORLDS, or TRACE.jsonl@IN_FLIGHT")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--digest", action="store_true", help="print a digest of all decisions of each world instead")
     options = parser.parse_args()
-    if options.digest:
-        for name in WORLDS:
-            for seed in range(options.seeds):
-                print(f"{name:45} {seed} {measured(name, seed)}", flush=True)
-        return
-    paths = [path for path, _ in constants().items() if not options.only or path.rpartition(".")[2] in options.only]
-    seeds = range(options.seeds)
-    jobs = [("", 1.0, seeds), ("", 1.0, range(options.seeds, 2 * options.seeds))] + [(path, f, seeds) for path in paths for f in (0.5, 2.0)]
+    constants = [constant for constant in all_constants() if not options.only or constant.name in options.only]
+    seeds, again = range(options.seeds), range(options.seeds, 2 * options.seeds)
+    jobs = [("", 1.0, seeds), ("", 1.0, again), *((constant.name, factor, seeds) for constant in constants for factor in (0.5, 2.0))]
     with ProcessPoolExecutor(options.workers) as pool:
-        found = list(pool.map(partial(sweep_of), jobs))
-    base, noise = found[0], against(found[0], found[1])
-    table = {
-        path: {"value": constants()[path], "half": against(base, found[2 + 2 * i]), "twice": against(base, found[3 + 2 * i])}
-        for i, path in enumerate(paths)
-    }
-    for path, row in table.items():
+        base, other, *found = pool.map(partial(sweep_of, options.worlds), jobs)
+    noise = against(base, other)
+    rows = {
+        constant.name: {
+            "value": constant.value, "unit": constant.unit, "meaning": constant.meaning,
+            "half": against(base, found[2 * i]), "twice": against(base, found[2 * i + 1]),
+        }
+        for i, constant in enumerate(constants)
+    }  # fmt: skip
+    for name, row in rows.items():
         changes = [f"{row[at]['mean']:.4f} ({row[at]['there']:.3f} {row[at]['world']})" for at in ("half", "twice")]
-        print(f"{path:45} {row['value']:>8}  {'  '.join(changes)}")
+        print(f"{name:25} {row['value']:>8}  {'  '.join(changes)}")
     print("noise", noise)
     if options.output is not None:
-        publish(options.output, {"origin": origin(), "noise": noise, "seeds": options.seeds, "rates": base, "constants": table})
+        rates = {Path(world).name: rate for world, rate in base.items()}
+        publish({"origin": origin(), "seeds": options.seeds, "noise": noise, "rates": rates, "constants": rows}, options.output)
 
 
-def sweep_of(job: tuple[str, float, range]) -> dict[str, float]:
-    return sweep(*job)
+def sweep_of(worlds: Sequence[str], job: tuple[str, float, range]) -> dict[str, float]:
+    return sweep(*job, worlds)
 
 
 if __name__ == "__main__":

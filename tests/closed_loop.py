@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,21 @@ class Texture:
     hit: float = 1.0
     length: int = 16
     rate: float = 0.8
-    told: Callable[[float], float] | None = lambda rate: rate   # the confidence it states for a token of that rate
+    stated: Callable[[float], float] | None = lambda rate: rate   # the confidence it states for a token of that rate
     rates: tuple[float, ...] = ()   # one of these for each token, where they differ
+
+
+EDIT, CHAT, NEVER = Texture(hit=0.9, rate=0.93), Texture(hit=0.15, rate=0.4, length=4), Texture(hit=0.3, rate=0.02, length=4)
+Textures = Callable[[int, int], Mapping[str, Texture]]   # (step, request) -> one for each drafter
+
+
+def always(**textures: Texture) -> Textures:
+    return lambda step, request: textures
+
+
+def half_and_half(step: int, request: int) -> Mapping[str, Texture]:
+    """Every second request copies."""
+    return {"suffix": EDIT if request % 2 else CHAT}
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,10 @@ class DrafterCost:
     each: float = 0.02
     step: float = 0.0        # per draft position
     unseen: float = 0.0      # per token to catch up with
+
+
+SUFFIX, COPIER = {"suffix": DrafterCost(0.01, 0.06)}, {"suffix": DrafterCost(0.005, 0.02)}
+HEAD = DrafterCost(0.1, 0.05, 0.27)      # a small network: 4.5 % of a step for each token
 
 
 def cpu(work: Work) -> float:
@@ -57,7 +75,7 @@ class World:
     """`textures(step, request)` gives one texture per drafter."""
 
     num_requests: int
-    textures: Callable[[int, int], Mapping[str, Texture]]
+    textures: Textures
     cost: Callable[[Work], float] = cpu
     later: tuple[int, Callable[[Work], float]] | None = None   # from this step on another cost
     drafters: Mapping[str, DrafterCost] = field(default_factory=lambda: {"suffix": DrafterCost()})
@@ -70,7 +88,7 @@ class World:
     seed: int = 0
     max_k: int = 8
     slowdown: Callable[[int], float] = lambda step: 1.0
-    clock: Callable[[int, float], float] = lambda step, ms: ms   # what the policy is told a time was
+    clock: Callable[[int, float], float] = lambda step, ms: ms   # what the policy sees as a time
     targets: Mapping[int, float] = field(default_factory=dict)   # request -> tpot_slo_ms
     breadth: int = 1         # nodes of a draft at each depth; one of them is continued
     request: Callable[[int], tuple[int, int]] | None = None   # serial -> tokens of its prompt and of its answer; None: one without an end
@@ -186,7 +204,7 @@ class _Host:
         length = min(k, texture.length) if random.random() < texture.hit else 0
         rates = random.choice(texture.rates, length).tolist() if texture.rates else [texture.rate] * length
         right = int(np.cumprod(random.random(length) < rates).sum())
-        confidence = [texture.told(rate) for rate in rates] if texture.told else None
+        confidence = [texture.stated(rate) for rate in rates] if texture.stated else None
         sampled = not (self._copies(call.drafter) or self.world.greedy or call.is_lookup)
         return KnownDraft([0] * length, sampled or None, confidence, None, right)
 
@@ -244,3 +262,13 @@ class Fixed(Static):
 def fixed_rates(world: World, steps: int, ks: Sequence[int] = (0, 1, 2, 3, 4, 6, 8), drafter: str = "suffix") -> dict[int, float]:
     """k -> tokens per millisecond."""
     return {k: run(Fixed(k, drafter), world, steps).rate() for k in ks if k <= world.max_k}
+
+
+STEPS = 240
+WORKLOADS = {"edit": always(suffix=EDIT), "chat": always(suffix=CHAT), "never": always(suffix=NEVER), "half": half_and_half}
+
+
+@cache
+def fixed_rate(workload: str, num_requests: int, k: int) -> float:
+    """Tokens per millisecond of one of WORKLOADS with k drafts for everybody."""
+    return run(Fixed(k), World(num_requests, WORKLOADS[workload], drafters=SUFFIX), STEPS).rate()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from headway.control.goodput.acceptance import PRIOR, AcceptanceModel
+from headway.control.constants import PRIOR_ACCEPTANCE, REQUEST_PRECISION
+from headway.control.goodput.acceptance import AcceptanceModel
 
 Floats = NDArray[np.float64]
 
@@ -41,7 +42,7 @@ def observe(
 
 def test_a_new_model_is_hopeful() -> None:
     model = AcceptanceModel(4)
-    assert pooled(model, 4) == pytest.approx([PRIOR] * 4)
+    assert pooled(model, 4) == pytest.approx([PRIOR_ACCEPTANCE] * 4)
     assert model.predict([1, 2], 3).shape == (2, 3)
     assert model.predict([1], 2, np.array([[0.9, 0.2]]))[0] == pytest.approx([0.9, 0.2], abs=0.03)
 
@@ -57,16 +58,24 @@ def test_positions_are_learned_apart() -> None:
 
 
 def test_a_request_is_sharpened_and_a_new_one_starts_at_the_pool() -> None:
-    """One request always misses among fifty that always hit."""
-    model = AcceptanceModel(4)
+    """One request always misses among fifty that always hit. Requests are taken to differ by 0.7 in log odds (the root of 1 / 2), this one
+    differs by more than 4: twelve misses in a row bring it down as far as that prior allows, and twelve more the rest of the way."""
+    model, hits = AcceptanceModel(4), np.array([0] + [4] * 50)
     for _ in range(12):
-        hits = np.array([0] + [4] * 50)
         observe(model, range(51), full(51, 4), hits)
     seen = model.predict(range(52), 1)[:, 0]
-    assert seen[0] < 0.65
+    pooled_logit = float(np.log(seen[51] / (1.0 - seen[51])))
+    # The mode of the posterior: REQUEST_PRECISION * d + 12 * P(accept | d) = 0.
+    shifts = np.linspace(-8.0, 0.0, 8001)
+    slope = REQUEST_PRECISION * shifts + 12.0 / (1.0 + np.exp(-(pooled_logit + shifts)))
+    mode = pooled_logit + shifts[np.abs(slope).argmin()]
+    assert seen[0] == pytest.approx(1.0 / (1.0 + np.exp(-mode)), abs=0.05)
     assert min(seen[1:51]) > 0.93
     assert seen[51] == pytest.approx(pooled(model, 1)[0])
     assert seen[51] > 0.85
+    for _ in range(12):
+        observe(model, range(51), full(51, 4), hits)
+    assert model.predict([0], 1)[0, 0] < 0.3
     model.forget(set(range(1, 51)))
     assert model.num_requests == 50
     assert model.predict([0], 1)[0, 0] == pytest.approx(pooled(model, 1)[0])
@@ -100,15 +109,15 @@ def calibrated(confidence_of: str, drafts: int = 500) -> tuple[Floats, Floats]:
 
     def sample(n: int) -> tuple[Floats, Floats]:
         truth = random.beta(1.2, 1.0, size=(n, 4))
-        told = {"honest": truth, "inverted": 1.0 - truth, "random": random.random((n, 4)), "boastful": 1.0 - 0.3 * (1.0 - truth)}
-        return truth, told[confidence_of]
+        stated = {"honest": truth, "inverted": 1.0 - truth, "random": random.random((n, 4)), "boastful": 1.0 - 0.3 * (1.0 - truth)}
+        return truth, stated[confidence_of]
 
     for step in range(drafts // 5):
-        truth, told = sample(5)
-        observe(model, [step], full(1, 4), judge(random, truth[:1]), told[:1])
-        observe(model, range(5000, 5004), full(4, 4), judge(random, truth[1:]), told[1:])
-    truth, told = sample(2000)
-    return truth, model.predict(range(9000, 11000), 4, told)
+        truth, stated = sample(5)
+        observe(model, [step], full(1, 4), judge(random, truth[:1]), stated[:1])
+        observe(model, range(5000, 5004), full(4, 4), judge(random, truth[1:]), stated[1:])
+    truth, stated = sample(2000)
+    return truth, model.predict(range(9000, 11000), 4, stated)
 
 
 def expected_calibration_error(truth: Floats, predicted: Floats) -> float:
@@ -118,12 +127,12 @@ def expected_calibration_error(truth: Floats, predicted: Floats) -> float:
     return float(np.abs(gaps).sum() / predicted.size)
 
 
-@pytest.mark.parametrize("told", ["honest", "inverted", "random", "boastful"])
-def test_confidence_is_calibrated_even_when_it_lies(told: str) -> None:
-    truth, predicted = calibrated(told)
+@pytest.mark.parametrize("stated", ["honest", "inverted", "random", "boastful"])
+def test_confidence_is_calibrated_even_when_it_lies(stated: str) -> None:
+    truth, predicted = calibrated(stated)
     assert expected_calibration_error(truth, predicted) <= 0.05
     useful = np.corrcoef(truth[:, 0], predicted[:, 0])[0, 1]
-    if told == "random":
+    if stated == "random":
         assert predicted.std() < 0.12
     else:
         assert useful > 0.9
@@ -146,9 +155,9 @@ def test_the_tail_of_a_shadow_counts_where_it_was_judged() -> None:
 @pytest.mark.parametrize("confidence", [np.nan, 0.0, 1.0, -3.0, 7.0, np.inf, -np.inf])
 def test_any_confidence_gives_a_probability(confidence: float) -> None:
     model = AcceptanceModel(3)
-    told = np.full((2, 3), confidence)
+    stated = np.full((2, 3), confidence)
     for _ in range(30):
-        observe(model, [1, 2], np.array([3, 2]), np.array([1, 2]), told)
+        observe(model, [1, 2], np.array([3, 2]), np.array([1, 2]), stated)
     predicted = model.predict([1, 2, 3], 3, np.full((3, 3), confidence))
     assert np.all((predicted > 0.0) & (predicted < 1.0))
 

@@ -33,19 +33,19 @@ def candidate(fixed: float, each: float) -> DrafterState:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    told=st.lists(st.floats(0.02, 0.98), min_size=1, max_size=4), position=st.integers(0, 3), rate=st.floats(0.01, 0.3),
+    stated=st.lists(st.floats(0.02, 0.98), min_size=1, max_size=4), position=st.integers(0, 3), rate=st.floats(0.01, 0.3),
     slope=st.floats(0.0, 1.0), tile=st.floats(0.0, 5.0),
 )  # fmt: skip
-def test_it_goes_on_for_those_that_bring_most(told: list[float], position: int, rate: float, slope: float, tile: float) -> None:
-    drafter, ids = candidate(1.5, 0.5), list(range(len(told)))
+def test_it_goes_on_for_those_that_bring_most(stated: list[float], position: int, rate: float, slope: float, tile: float) -> None:
+    drafter, ids = candidate(1.5, 0.5), list(range(len(stated)))
     counts = np.arange(4 * MAX_K + 1)
     step_ms = 10.0 + slope * counts + tile * (counts > 5)
     stopping = Stopping(drafter, step_ms, rate)
     for before in range(position):
         stopping.goes_on(ids, before, np.full(len(ids), 0.9))
-    kept = stopping.goes_on(ids, position, np.array(told))
+    kept = stopping.goes_on(ids, position, np.array(stated))
     sure = np.full((len(ids), MAX_K), np.nan)
-    sure[:, :position], sure[:, position] = 0.9, told
+    sure[:, :position], sure[:, position] = 0.9, stated
     reach = np.cumprod(drafter.with_confidence.predict(ids, MAX_K, sure), axis=1)[:, position]
     ahead = np.cumsum(np.cumprod(drafter.without_confidence.predict(ids, MAX_K)[:, position + 1 :], axis=1), axis=1)
     drafted = (position + 1) * len(ids)

@@ -16,28 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.control import constants as const
+
 FloatArray = NDArray[np.float64]
 
-_PREFER = 0.3           # a curve that is flat, in observations
-_SHRINK = 0.5           # towards the smooth curve, in observations
-_MEMORY = 24.0          # observations a cell remembers
-_FADE = 300.0           # steps without a visit until what a cell remembers counts half against what comes next
-_HALF_LIFE = 3000.0     # steps until a cell that is not visited counts half
-_MAX_CELLS = 320
-WELL_KNOWN = 256       # observations after which only one step in
-SELDOM = 3             # is learned from: learning has its price
-_YOUNG = 6.0            # observations up to which every step of a cell is
-_RARE = 12              # steps since the last of its cell, after which one is, too
-_REFIT_EVERY = 64       # observations, at most
-_SURPRISES = 2          # steps whose error is no noise, after which it refits: a load that is new must not wait its turn
-_FIRST_REFIT = 32       # observations after a profile or what was kept has been read
-_RECENT = 128           # errors that `error` is the median of
-_TRACK = 0.06           # how fast `speed` follows
-_REGIME = 0.2           # change of speed, as a logarithm, after which all cells count less: not everything slows down alike
-_LEAST_WEIGHT = 0.1     # a cell that counts less is forgotten
-_DEVALUE = 3.0          # how much less: 30 % of a change halves them
-_OUTLIER_RUN = 6        # this many outliers in a row are no outliers
-_IN_PARTS = 1.5         # times what a step would take in parts: more must have been something else, as compilation
 
 
 @dataclass(slots=True)
@@ -51,7 +33,7 @@ class _Cell:
 
     def learn(self, raw: Sequence[float], ms: float, weight: float, number: int) -> None:
         # Steps that are rare now, as plain ones are where drafts pay, would take hundreds to correct what they were under another load.
-        self.weight = min(self.weight * 0.5 ** ((number - self.seen) / _FADE) + weight, _MEMORY)
+        self.weight = min(self.weight * 0.5 ** ((number - self.seen) / const.CELL_FADE) + weight, const.CELL_MEMORY)
         share = weight / self.weight
         self.raw = [mean + share * (value - mean) for mean, value in zip(self.raw, raw, strict=True)]
         self.ms += share * (ms - self.ms)
@@ -68,7 +50,7 @@ class CostFit:
         self._design = design
         self._smooth = smooth       # [d, s]: which coefficients a smooth curve of s parameters consists of
         self._cells: dict[tuple[int, ...], _Cell] = {}
-        self._recent = [0.0] * _RECENT
+        self._recent = [0.0] * const.RECENT_ERRORS
         self._num_recent = 0
         self._next_refit = 2
         self._num_surprises = 0     # since it was refitted
@@ -84,7 +66,7 @@ class CostFit:
 
     @property
     def error(self) -> float:
-        return float(np.median(self._recent[: min(self._num_recent, _RECENT)])) if self._num_recent else math.inf
+        return float(np.median(self._recent[: min(self._num_recent, const.RECENT_ERRORS)])) if self._num_recent else math.inf
 
     def observe(self, raw: Sequence[float], ms: float, predicted: float) -> None:
         if not (math.isfinite(ms) and ms > 0.0):
@@ -97,19 +79,19 @@ class CostFit:
         log_error = math.log(ms / predicted)
         if self._num_recent % 32 == 0 or self._num_recent == 8:
             self._typical = max(0.02, 1.5 * self.error) if self._num_recent else 0.3
-        self._recent[self._num_recent % _RECENT] = abs(predicted / ms - 1.0)
+        self._recent[self._num_recent % const.RECENT_ERRORS] = abs(predicted / ms - 1.0)
         self._num_recent += 1
         self.num_observed += 1
         bound = 3.0 * self._typical
         # While little is known, an error says something about the curve, not about the machine.
-        known = 1.0 if self.is_trusted else min(1.0, self.num_observed / _FIRST_REFIT)
-        self.speed *= math.exp(known * _TRACK * min(bound, max(-bound, log_error)))
+        known = 1.0 if self.is_trusted else min(1.0, self.num_observed / const.FIRST_REFIT)
+        self.speed *= math.exp(known * const.SPEED_GAIN * min(bound, max(-bound, log_error)))
         # Only a pause makes a single step an outlier: nothing makes one too fast.
         if log_error > max(0.7, 2.0 * bound):
             self._outliers.append(log_error)
         elif self._outliers:
             self._outliers = []
-        if 0 < len(self._outliers) < _OUTLIER_RUN:
+        if 0 < len(self._outliers) < const.OUTLIER_RUN:
             return
         if log_error < -max(0.7, 2.0 * bound):
             self._disprove(raw, ms)
@@ -117,20 +99,15 @@ class CostFit:
             self.speed *= math.exp(float(np.median(self._outliers)))
             self._outliers = []
             self.refit()
-        changed = abs(math.log(self.speed / self._fitted_speed)) > _REGIME
+        changed = abs(math.log(self.speed / self._fitted_speed)) > const.SPEED_CHANGE
         surprising = abs(log_error) > 2.0 * self._typical
         self._num_surprises += surprising
-        if changed or surprising or self.num_observed < WELL_KNOWN or self.num_observed % SELDOM == 0 or self._is_young(raw):
+        if changed or surprising or self.num_observed < const.LEARN_ALL or self.num_observed % const.LEARN_EVERY == 0:
             self.learn(raw, ms)
-        if changed or self._num_surprises >= _SURPRISES or self.num_observed >= self._next_refit:
+        if changed or self._num_surprises >= const.REFIT_SURPRISES or self.num_observed >= self._next_refit:
             # The longer nothing changes, the less there is to learn.
-            self._next_refit = self.num_observed + min(_REFIT_EVERY, max(2, self.num_observed // 2))
+            self._next_refit = self.num_observed + min(const.REFIT_EVERY, max(2, self.num_observed // 2))
             self.refit()
-
-    def _is_young(self, raw: Sequence[float]) -> bool:
-        """Whether steps like this one were hardly learned from, or not for a while."""
-        cell = self._cells.get(_key(raw))
-        return cell is None or cell.weight < _YOUNG or self.num_observed - cell.seen > _RARE
 
     def _disprove(self, raw: Sequence[float], ms: float) -> None:
         """Forgets steps that took longer than as many like this one as they could be done in: first steps do, where something is compiled
@@ -140,14 +117,14 @@ class CostFit:
                 max(1.0, there / here) if here > 0.0 else math.inf if there > 0.0 else 1.0
                 for there, here in zip(cell.raw, raw, strict=True)
             ])  # fmt: skip
-            if cell.ms * self.speed > _IN_PARTS * parts * ms and len(self._cells) > 1:
+            if cell.ms * self.speed > const.IN_PARTS * parts * ms and len(self._cells) > 1:
                 del self._cells[key]
 
     def learn(self, raw: Sequence[float], ms: float, weight: float = 1.0) -> None:
         key = _key(raw)
         cell = self._cells.get(key)
         if cell is None:
-            if len(self._cells) >= _MAX_CELLS:
+            if len(self._cells) >= const.MAX_CELLS:
                 del self._cells[min(self._cells, key=lambda k: self._cells[k].seen)]
             cell = self._cells[key] = _Cell([0.0] * len(raw), 0.0, 0.0, 0)
         cell.learn(raw, ms / self.speed, weight, self.num_observed)
@@ -158,7 +135,7 @@ class CostFit:
     def trust(self) -> None:
         """What is in the cells is worth something already: live steps correct it now and then, not every other step."""
         self.is_trusted = True
-        self._next_refit = max(self._next_refit, self.num_observed + _FIRST_REFIT)
+        self._next_refit = max(self._next_refit, self.num_observed + const.FIRST_REFIT)
 
     def refit(self) -> None:
         """Minimises sum of weight * (prediction / ms - 1)^2 over theta >= 0, first for the smooth curve, then around it."""
@@ -166,29 +143,28 @@ class CostFit:
             return
         self._num_surprises = 0
         change = abs(math.log(self.speed / self._fitted_speed))
-        if change > _REGIME:
+        if change > const.SPEED_CHANGE:
             self._fitted_speed = self.speed
             for key, cell in list(self._cells.items()):
-                cell.fade(math.exp(-_DEVALUE * change))
-                if cell.weight < _LEAST_WEIGHT and len(self._cells) > 1:
+                cell.fade(math.exp(-const.CELL_DEVALUATION * change))
+                if cell.weight < const.LEAST_WEIGHT and len(self._cells) > 1:
                     del self._cells[key]
         cells = list(self._cells.values())
         ms = np.array([cell.ms for cell in cells])
-        age = self.num_observed - np.array([cell.seen for cell in cells], dtype=np.float64)
-        weight = np.array([cell.weight for cell in cells]) * np.maximum(0.02, 0.5 ** (age / _HALF_LIFE))
+        weight = np.array([cell.weight for cell in cells])
         rows = self._design(np.array([cell.raw for cell in cells])) / ms[:, None]
         gram, target = rows.T @ (weight[:, None] * rows), rows.T @ weight
         smooth = self._smooth
         small = smooth.T @ gram @ smooth
         # Of explanations that are as good, the constant: what grows would be extrapolated.
-        ridge = np.full(len(small), _PREFER / max(float(weight.sum()), 1e-9))
+        ridge = np.full(len(small), const.FLAT_PRIOR / max(float(weight.sum()), 1e-9))
         ridge[0] *= 1e-3
         small[np.diag_indices_from(small)] += ridge * small.diagonal() + 1e-12
         self._support = nonnegative(small, smooth.T @ target, self._support)
         prior = smooth @ self._support
         # Shrinkage in relative units: a rise counts against the time of the steps it is part of.
         relative = np.sqrt(gram.diagonal() / max(float(weight.sum()), 1e-9)) + 0.02 / float(np.median(ms))
-        ridge = _SHRINK * relative**2
+        ridge = const.SMOOTH_PRIOR * relative**2
         gram[np.diag_indices_from(gram)] += ridge
         self.theta = nonnegative(gram, target + ridge * prior, self.theta)
         self.coefficients = self.theta.tolist()

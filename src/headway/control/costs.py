@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headway.control.cost_fit import SELDOM, WELL_KNOWN, CostFit, FloatArray
+from headway.control import constants as const
+from headway.control.cost_fit import CostFit, FloatArray
 from headway.types import Feedback
 
 FORMAT = 2              # of the saved file
@@ -32,10 +33,6 @@ KNOTS = np.array([
 ], dtype=np.float64)  # fmt: skip
 _WIDTHS = np.diff(KNOTS)
 _TABLE = 1025           # f is tabulated for fewer tokens than this
-_BEND = 32              # the smooth curve has one slope up to here and another beyond
-_PROFILED = 8.0         # observations that a profile's measurement (a minimum or median of several) stands for
-_FEW = 8                # live steps that tell roughly what steps cost
-_SAME_SPEED = 0.1       # change of speed, as a logarithm, that a few passes cannot prove
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ class CostModel:
     @property
     def is_known(self) -> bool:
         """Measured by a profile or an earlier run, or in a few live steps."""
-        return self._target.is_trusted or self._target.num_observed >= _FEW
+        return self._target.is_trusted or self._target.num_observed >= const.FEW_STEPS
 
     def num_drafted(self, drafter: str) -> int:
         """How often the time of this drafter was observed."""
@@ -143,7 +140,7 @@ class CostModel:
                 fit = self._drafters.get(part.drafter)
                 if fit is None:
                     fit = self._drafters[part.drafter] = CostFit(_draft_design, _DRAFT_SMOOTH)
-                if fit.num_observed >= WELL_KNOWN and feedback.step % SELDOM:
+                if fit.num_observed >= const.LEARN_ALL and feedback.step % const.LEARN_EVERY:
                     continue
                 asked = (part.num_rows, part.num_steps, part.num_catch_up)
                 fit.observe(asked, part.draft_ms, _draft_ms(fit, *asked))
@@ -153,13 +150,13 @@ class CostModel:
         for work, ms in measured:
             if math.isfinite(ms) and ms > 0.0:
                 raw = (work.num_rows, work.num_tokens, work.num_context_tokens, work.num_prefill_tokens)
-                self._target.learn(raw, ms, _PROFILED)
+                self._target.learn(raw, ms, const.PROFILE_WEIGHT)
         self._target.refit()
         self._target.trust()
 
     def rescale(self, factor: float) -> None:
         """The machine takes `factor` times what is predicted, as far as anyone knows for everything: another clock, another neighbour."""
-        if math.isfinite(factor) and factor > 0.0 and abs(math.log(factor)) > _SAME_SPEED:
+        if math.isfinite(factor) and factor > 0.0 and abs(math.log(factor)) > const.SAME_SPEED:
             for fit in (self._target, *self._drafters.values()):
                 fit.rescale(factor)
 
@@ -209,8 +206,8 @@ def _target_smooth() -> FloatArray:
     count, others = len(_WIDTHS), len(_SCALES) - 1
     smooth = np.zeros((1 + count + others + 1, 3 + others))
     smooth[0, 0] = 1.0
-    early = KNOTS[1:] <= _BEND
-    smooth[1 : 1 + count, 1] = np.where(early, _WIDTHS, 0.0) / _BEND
+    early = KNOTS[1:] <= const.BEND
+    smooth[1 : 1 + count, 1] = np.where(early, _WIDTHS, 0.0) / const.BEND
     smooth[1 : 1 + count, 2] = np.where(early, 0.0, _WIDTHS) / 256.0
     smooth[1 + count : -1, 3:] = np.eye(others)
     return smooth

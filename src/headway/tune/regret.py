@@ -43,7 +43,7 @@ class Told(Goodput):
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
         if self.told:
             self._positions = {seq.seq_id: seq.num_output for seq in view.sequences}
-            self._rests_until, self._held_until = 0, 0   # what is known now may be another thing in the next step
+            self._holds_until = 0   # what is known now may be another thing in the next step
         return super().plan(view)
 
     def right(self, drafter: str, seq_id: int, k: int) -> tuple[int, int]:
@@ -56,9 +56,9 @@ class Told(Goodput):
     def _is_measured_plain(self, step: Step) -> bool:
         return self.explores and super()._is_measured_plain(step)
 
-    def _expected(self, drafter: DrafterState, seq: SequenceView, own: RequestGain, step: int) -> float:
+    def _expected(self, drafter: DrafterState, seq: SequenceView, own: RequestGain) -> float:
         if not self.told:
-            return super()._expected(drafter, seq, own, step)
+            return super()._expected(drafter, seq, own)
         assert self._step is not None
         _, right = self.right(drafter.name, seq.seq_id, min(drafter.max_k, seq.max_k))
         return right * (1.0 - self._step.prices.rate * self._step.verify_ms)

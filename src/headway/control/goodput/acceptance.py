@@ -21,19 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.control import constants as const
+
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-PRIOR = 0.6               # probability: acceptance before anything was seen, high enough to try
 _LEVELS = 200             # steps: confidence is read to half a percent
 _BINS = 12                # of confidence, evenly spaced in log odds
 _LOGIT_RANGE = 4.2        # log odds: bins lie between 0.015 and 0.985
-_LINE_WEIGHT = 4.0        # judged tokens that the confidence as it is stated counts for
-_WEIGHT = 20.0            # judged tokens that the expected value counts for, in each bin and position
-_POOL_MEMORY = 600.0      # judged tokens that a bin or position remembers
-_PRECISION = 2.0          # 1 / variance of the requests' differences, in log odds
-_REQUEST_MEMORY = 3.0     # precision that a request gathers at most; a judged token brings at most 0.25
-_SAVED_SHARE = 0.25       # of the evidence that counts in the next run: another workload may come
 _TINY = 1e-3              # probability: predictions stay in [_TINY, 1 - _TINY]
 
 
@@ -47,7 +42,7 @@ class _Counts:
 
     def add(self, index: IntArray, hit: FloatArray, expected: FloatArray) -> None:
         new = np.bincount(index, minlength=self._size).astype(np.float64)
-        remembered = np.maximum(0.0, 1.0 - new / _POOL_MEMORY)
+        remembered = np.maximum(0.0, 1.0 - new / const.POOL_MEMORY)
         hits, expected_hits = np.bincount(index, hit, self._size), np.bincount(index, expected, self._size)
         self._observed = self._observed * remembered + np.stack([hits, new - hits])
         self._expected = self._expected * remembered + np.stack([expected_hits, new - expected_hits])
@@ -55,7 +50,7 @@ class _Counts:
     def odds_ratio(self) -> FloatArray:
         """[size] observed odds over expected odds, 1 without evidence."""
         expected = self._expected + _TINY
-        hits, misses = self._observed + _WEIGHT * expected / expected.sum(axis=0)
+        hits, misses = self._observed + const.PSEUDO_COUNTS * expected / expected.sum(axis=0)
         ratio: FloatArray = hits * expected[1] / (misses * expected[0])
         return ratio
 
@@ -69,7 +64,7 @@ class _Counts:
         counts = np.array(saved, dtype=np.float64)
         if counts.shape != (4, self._size) or not np.isfinite(counts).all() or counts.min() < 0.0:
             raise ValueError("saved acceptance has another shape or is out of range")
-        self._observed, self._expected = _SAVED_SHARE * counts[:2], _SAVED_SHARE * counts[2:]
+        self._observed, self._expected = const.SAVED_SHARE * counts[:2], const.SAVED_SHARE * counts[2:]
 
 
 class _Requests:
@@ -89,11 +84,11 @@ class _Requests:
     def learn(self, seq_ids: Iterable[int], hits: Iterable[float], expected: Iterable[float]) -> None:
         """Judged tokens, each of the request `seq_ids[i]`."""
         for seq_id, hit, pooled in zip(seq_ids, hits, expected, strict=True):
-            difference, precision = self._known.get(seq_id, (0.0, _PRECISION))
+            difference, precision = self._known.get(seq_id, (0.0, const.REQUEST_PRECISION))
             odds = pooled / (1.0 - pooled) * math.exp(difference)
             p = min(1.0 - _TINY, max(_TINY, odds / (1.0 + odds)))
             precision += p * (1.0 - p)
-            self._known[seq_id] = difference + (hit - p) / precision, min(precision, _PRECISION + _REQUEST_MEMORY)
+            self._known[seq_id] = difference + (hit - p) / precision, min(precision, const.REQUEST_PRECISION + const.REQUEST_MEMORY)
 
     def forget(self, live: set[int]) -> None:
         self._known = {seq_id: known for seq_id, known in self._known.items() if seq_id in live}
@@ -117,7 +112,7 @@ class AcceptanceModel:
     def __init__(self, max_k: int) -> None:
         self.max_k = max_k
         self._line = np.array([1.0, 0.0])           # slope, offset
-        self._curvature = _LINE_WEIGHT * np.eye(2)  # of its likelihood
+        self._curvature = const.LINE_WEIGHT * np.eye(2)  # of its likelihood
         self._bins = _Counts(_BINS + 1)             # the last one: drafts without confidence
         self._positions = _Counts(max_k)
         self._requests = _Requests()
@@ -176,7 +171,7 @@ class AcceptanceModel:
         line, curvature = np.array(saved["line"], dtype=np.float64), np.array(saved["curvature"], dtype=np.float64)
         if line.shape != (2,) or curvature.shape != (2, 2) or not (np.isfinite(line).all() and np.isfinite(curvature).all()):
             raise ValueError("saved acceptance has another shape or is not finite")
-        self._line, self._curvature = line, _SAVED_SHARE * curvature + (1.0 - _SAVED_SHARE) * _LINE_WEIGHT * np.eye(2)
+        self._line, self._curvature = line, const.SAVED_SHARE * curvature + (1.0 - const.SAVED_SHARE) * const.LINE_WEIGHT * np.eye(2)
         self._bins.load(saved["bins"])
         self._positions.load(saved["positions"])
         self._tables = None
@@ -185,7 +180,7 @@ class AcceptanceModel:
         if self._tables is None:
             rate = 1.0 / (1.0 + np.exp(-(self._line[0] * _LOGITS + self._line[1])))
             by_line = np.minimum(1.0 - _TINY, np.maximum(_TINY, rate))
-            by_line[-1] = PRIOR
+            by_line[-1] = const.PRIOR_ACCEPTANCE
             ratio = self._bins.odds_ratio()
             above = np.append(ratio[1:], ratio[-1:])
             by_bin = _scaled(by_line, ratio[_LOW] + _SHARE * (above[_LOW] - ratio[_LOW]))
@@ -201,7 +196,7 @@ class AcceptanceModel:
             return
         x = np.stack([logit[known], np.ones(int(np.count_nonzero(known)))])
         p = predicted[known]
-        self._curvature = self._curvature * max(0.0, 1.0 - x.shape[1] / _POOL_MEMORY) + (x * (p * (1.0 - p))) @ x.T
+        self._curvature = self._curvature * max(0.0, 1.0 - x.shape[1] / const.POOL_MEMORY) + (x * (p * (1.0 - p))) @ x.T
         step = np.linalg.solve(self._curvature + 0.05 * np.eye(2), x @ (hit[known] - p))
         self._line = np.clip(self._line + np.clip(step, -0.5, 0.5), -3.0, 3.0)
 
@@ -221,7 +216,7 @@ def _levels(confidence: FloatArray) -> IntArray:
 
 
 def _placed() -> tuple[FloatArray, IntArray, FloatArray]:
-    """Per level (log odds, the bin below, the share of the bin above); NaN and bin _BINS where there is no confidence."""
+    """Per level (log odds, the bin below, the share of the bin above); the last entry is for drafts without confidence."""
     p = np.clip(np.arange(_LEVELS + 1) / _LEVELS, 1e-4, 1.0 - 1e-4)
     logit = np.clip(np.log(p / (1.0 - p)), -_LOGIT_RANGE, _LOGIT_RANGE)
     place = (logit + _LOGIT_RANGE) * ((_BINS - 1) / (2.0 * _LOGIT_RANGE + 1e-9))

@@ -1,6 +1,6 @@
 """Who drafts for whom: what asking each drafter brings each request, against what it costs.
 
-The best drafter of a request wins, with a bonus for the one it has; a group that does not pay for its drafter's fixed cost is not asked.
+The best drafter of a request wins; a group that does not pay for its drafter's fixed cost is not asked.
 Drafters that copy for next to nothing are looked up before an expensive one is asked, wherever that one is worth asking:
 control/goodput/decision.py.
 """
@@ -13,19 +13,16 @@ from functools import lru_cache
 
 import numpy as np
 
+from headway.control import constants as const
 from headway.control.costs import CostModel
-from headway.control.goodput.draft_length import STEEP, best_depth
+from headway.control.goodput.draft_length import best_depth
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.gain import RequestGain
 from headway.control.goodput.prices import StepPrices
 from headway.control.policy import SequenceView
 from headway.types import Choice
 
-WAKE_STEPS = 16          # steps over which catching up after a sleep is written off
-STAY = 0.1               # bonus of the drafter a request has, as a share of its gain
-NEXT_TO_NOTHING = 0.1    # tokens: a drafter whose draft costs no more is looked at before another one is asked
-LITTLE = 0.25            # of what the most expensive drafter costs: one of nearly the same price competes with it, one of less is looked up
-NOBODY = -1
+NOBODY = -1   # no drafter, where one is an index
 
 
 @lru_cache(maxsize=1024)
@@ -59,7 +56,7 @@ class Assignment:
             self.plan[seq.seq_id] = choice(drafter.name, min(k, seq.max_k), first)
             self.asked[seq.seq_id] = drafter
             if not first:
-                drafter.gain.of(seq.seq_id).note_ask(prices.number, seq.num_context)
+                drafter.gain.of(seq.seq_id).note_ask(seq.num_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +66,8 @@ class Assigner:
     drafters: Sequence[DrafterState]
     prices: StepPrices
     costs: CostModel
-    expected: Callable[[DrafterState, SequenceView, RequestGain, int], float]
+    expected: Callable[[DrafterState, SequenceView, RequestGain], float]
     is_behind: Callable[[SequenceView], bool]
-    last: dict[int, int]     # seq_id -> index of the drafter it was given last
     deciding_ms: float       # of the policy's own time in a step with drafts
 
     def assign(self, able: list[SequenceView]) -> tuple[Assignment, list[int]]:
@@ -91,16 +87,15 @@ class Assigner:
         return found, owner
 
     def _lookups(self) -> list[DrafterState]:
-        """Drafters whose draft is a function of the prefix, costs next to nothing, little against another's, and gains that."""
+        """Drafters whose draft is a function of the prefix, costs next to nothing, and gains that."""
         if len(self.drafters) == 1:
             return []
         number = self.prices.number
         asking = [self.prices.rate * sum(drafter.prices(number)[:2]) for drafter in self.drafters]
-        most = min(NEXT_TO_NOTHING, LITTLE * max(asking))
         return [
             drafter for drafter, price in zip(self.drafters, asking, strict=True)
             if drafter.deterministic and not drafter.account.off and drafter.is_priced
-            and price <= most and (drafter.is_new or drafter.gain.pool > price)
+            and price <= const.LOOKUP_PRICE and (drafter.is_new or drafter.gain.pool > price)
         ]  # fmt: skip
 
     def _lookup_prices(self, lookups: Sequence[DrafterState]) -> list[float]:
@@ -118,24 +113,20 @@ class Assigner:
             if drafter.account.off:
                 continue
             most, who = (copied, copier) if drafter in found.lookups else (best, owner)
-            fixed, each, per_unseen = drafter.prices(step.number)
-            looked_up = not found.lookups or drafter in found.lookups   # else the step's drafts say for how many it is asked
-            price = step.rate * (each + (fixed / len(able) if looked_up else 0.0))
-            per_unseen *= step.rate / WAKE_STEPS
+            fixed, each, _ = drafter.prices(step.number)
+            price = step.rate * (each + fixed / len(able))
             for i in range(min(len(able), drafter.sample_size) if drafter.is_new else len(able)):
                 seq = able[i]
                 own = drafter.gain.of(seq.seq_id)
-                gain = self.expected(drafter, seq, own, step.number)
-                net = raw = gain - price - per_unseen * max(0, seq.num_context - 1 - own.num_seen)
-                if self.last.get(seq.seq_id) == index:
-                    net += STAY * abs(gain)
+                gain = self.expected(drafter, seq, own)
+                net = gain - price
                 if net <= 0.0 and self.is_behind(seq):
                     net = 1e-6
                     found.behind_slo.add(seq.seq_id)
                 if net > most[i]:
                     most[i], who[i] = net, index
                     if who is owner:
-                        nets[i] = raw
+                        nets[i] = net
         value = sum([max(asked, looked_up) for asked, looked_up in zip(best, copied, strict=True)])
         if value <= step.rate * self.deciding_ms and not found.behind_slo and not any(drafter.is_new for drafter in self.drafters):
             return [NOBODY] * len(owner), nets
@@ -146,7 +137,7 @@ def _depths(drafter: DrafterState, prices: StepPrices, sequences: Sequence[Seque
     """How many drafts to ask for, per sequence."""
     longest, num_rows = drafter.max_k, len(sequences)
     draft_ms = [costs.predict_draft(drafter.name, num_rows, depth) for depth in range(1, longest + 1)]
-    steep = draft_ms[-1] - draft_ms[0] > STEEP * prices.plain_ms
+    steep = draft_ms[-1] - draft_ms[0] > const.STEEP * prices.plain_ms
     matters = steep or not (drafter.deterministic or all(seq.greedy for seq in sequences))
     if (first := drafter.first_depth) is not None:
         drafter.set_depth(drafter.depth, matters=matters)

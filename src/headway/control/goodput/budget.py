@@ -1,10 +1,13 @@
-"""What finding out about one drafter may cost: one account, in plain steps of time.
+"""What finding out about a drafter may cost.
 
-A new drafter begins with a small loan: its drafts are verified as far as the account could pay if all of them were wrong. Right ones fill
-it at once, so what can be copied takes off in a few steps. What it does not cover is compared with what the target writes, for nothing.
+Each drafter has one account, in plain steps of time:
 
-Later it pays for probes: drafts where asking does not seem to pay. It earns a share of the time, and what comes of a probe goes back into
-it: text that can be copied comes in bursts, so where a probe has found something the next ones find more, and pay for themselves.
+    in      LOAN at the beginning; PROBE_SHARE of the time, over all drafters; what drafts that it has paid for win
+    out     the price of each probe: drafts where asking does not seem to pay; what drafts that it has paid for lose
+
+While a drafter is new, so many of its drafts are verified as the account could pay if all of them were wrong. Right ones fill it at once,
+so what can be copied takes off in a few steps. What it does not cover is compared with what the target writes, for nothing. Text that can
+be copied comes in bursts: where a probe has found something the next ones find more, and pay for themselves.
 """
 
 from __future__ import annotations
@@ -13,25 +16,21 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-LOAN = 1.0               # plain steps that verifying a new drafter's drafts may lose
-SHARE = 0.005            # of the time goes into finding out, over all drafters
-NETWORK_SHARE = 0.01     # the same for one that reads what it drafts for: a first look at a request takes half a step, and finds more
-FOUND_ASKS = 16          # asks of a request, after a probe that found something, that count as what the probe brought
-_MOST = 10.0             # plain steps that can be saved up
+from headway.control import constants as const
 
 
 class Budget:
-    def __init__(self, *, is_network: bool = False) -> None:
-        self._share = NETWORK_SHARE if is_network else SHARE
-        self._balance = LOAN                   # plain steps
+    """One drafter's account."""
+
+    def __init__(self) -> None:
+        self._balance = const.LOAN                   # plain steps
         self._is_loan = True
         self._earned_at = 0                    # step
         self._price = math.inf                 # of the next probe, in plain steps
-        self._following: dict[int, int] = {}   # seq_id -> asks to come that count as what a probe brought
 
     def earn(self, step: int, price: float, num_tried: int) -> None:
         """Its part of the share of the time since the last call, of `num_tried` drafters, up to twice the price of a probe."""
-        earned = (step - self._earned_at) * self._share / max(1, num_tried)
+        earned = (step - self._earned_at) * const.PROBE_SHARE / max(1, num_tried)
         self._earned_at, self._price = step, price
         self._balance = max(self._balance, min(self._balance + earned, 2.0 * price))
 
@@ -43,39 +42,16 @@ class Budget:
     def can_probe(self) -> bool:
         return self._balance >= self._price
 
-    @property
-    def can_repeat(self) -> bool:
-        """Another probe is paid for already, after one that had a price."""
-        return self._balance >= self._price > 0.0
-
     def pay(self) -> None:
         """For a probe."""
         self._balance -= self._price
 
     def book(self, steps: float) -> None:
-        """Plain steps won, or lost where negative, by drafts that it has paid for."""
+        """Plain steps won, or lost where negative, by drafts that it has paid for. It owes no more than LOAN: a larger loss was a wrong
+        price."""
         if math.isfinite(steps):
-            self._balance = max(0.0, min(self._balance + steps, max(self._balance, _MOST)))
-
-    def grant_probe(self) -> None:
-        """A shadow draft would have paid: another one is granted."""
-        self._balance = max(self._balance, self._price)
+            self._balance = max(-const.LOAN, min(self._balance + steps, max(self._balance, const.MOST_SAVED)))
 
     def num_covered(self, step_ms: Sequence[float], plain_ms: float) -> int:
         """How many drafts may be verified although all may be wrong. `step_ms`: of a step that verifies 0, 1, ... drafts; never falls."""
         return max(0, bisect_right(step_ms, step_ms[0] + self._balance * plain_ms) - 1)
-
-    def follow(self, seq_id: int) -> None:
-        """A probe of this request brought something: its next asks count as what the probe brought."""
-        self._following[seq_id] = FOUND_ASKS
-
-    def follows(self, seq_id: int) -> bool:
-        """Whether this ask counts as what a probe brought."""
-        left = self._following.pop(seq_id, 0)
-        if left > 1:
-            self._following[seq_id] = left - 1
-        return left > 0
-
-    def forget(self, live: set[int]) -> None:
-        """Drops every request that is not in `live`."""
-        self._following = {seq_id: left for seq_id, left in self._following.items() if seq_id in live}

@@ -14,13 +14,11 @@ import numpy as np
 
 from headway.control.costs import CostModel
 from headway.control.goodput.assignment import Assignment, choice
-from headway.control.goodput.draft_length import STEEP, Stopping
+from headway.control.goodput.draft_length import Stopping
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.prices import StepPrices
 from headway.control.policy import DraftView, SequenceView
 from headway.types import Choice
-
-_SHADOW_DEPTH = 2   # drafts of a shadow whose drafter takes time for each
 
 
 class Step:
@@ -55,9 +53,9 @@ class Step:
     def watch(self, drafter: DrafterState, seq: SequenceView) -> None:
         """A shadow draft, unless one is under way already."""
         if seq.seq_id not in self.shadow_plan and seq.seq_id not in drafter.shadows:
-            k = min(drafter.depth, _SHADOW_DEPTH) if drafter.further_ms(1, drafter.max_k) > STEEP * self.prices.plain_ms else drafter.max_k
-            self.shadow_plan[seq.seq_id] = choice(drafter.name, min(k, seq.max_k))
-            drafter.watch(seq.seq_id, min(k, seq.max_k), len(self.prices.sequences), self.prices.rate, self.verify_ms)
+            k = min(drafter.depth, seq.max_k)
+            self.shadow_plan[seq.seq_id] = choice(drafter.name, k)
+            drafter.watch(seq.seq_id, k, len(self.prices.sequences), self.prices.rate, self.verify_ms)
 
     def stopping_of(self, drafter: DrafterState, costs: CostModel) -> Stopping:
         found = self._stopping.get(drafter.name)
@@ -92,21 +90,12 @@ class Step:
                 best[draft.seq_id] = gain, draft.drafter
         nothing = 0.0, self.assignment.lookups[0].name
         taken: dict[int, str] = {}
-        going: dict[str, list[int]] = {}
         for seq_id, net in net_gains.items():
             gain, name = best.get(seq_id, nothing)
             if gain > 0.0 if seq_id in self.probed or seq_id in self.assignment.behind_slo else gain >= net:
                 taken[seq_id] = name
             else:
-                going.setdefault(self.asked[seq_id].name, []).append(seq_id)
-        for expensive, mine in going.items():
-            more = sum([net_gains[seq_id] - best.get(seq_id, nothing)[0] for seq_id in mine])
-            forced = self.assignment.behind_slo or not self.probed.isdisjoint(mine)
-            # For so few of them it does not bring what it costs to ask it at all.
-            if more <= self.prices.rate * by_name[expensive].prices(self.prices.number)[0] and not forced:
-                taken.update({seq_id: best.get(seq_id, nothing)[1] for seq_id in mine})
-            else:
-                self.left.update({seq_id: (by_name[best.get(seq_id, nothing)[1]], best.get(seq_id, nothing)[0]) for seq_id in mine})
+                self.left[seq_id] = by_name[name], gain
         self._note(taken, by_name)
         return taken
 
@@ -114,7 +103,7 @@ class Step:
         contexts = {seq.seq_id: seq.num_context for seq in self.prices.sequences}
         self.asked = self.asked | {seq_id: by_name[name] for seq_id, name in taken.items()}
         for seq_id in self.left:
-            self.asked[seq_id].gain.of(seq_id).note_ask(self.prices.number, contexts[seq_id])
+            self.asked[seq_id].gain.of(seq_id).note_ask(contexts[seq_id])
 
 
 def net_gain(values: Sequence[float], prices: Sequence[float]) -> float:

@@ -20,13 +20,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.control import constants as const
 from headway.control.goodput.drafter_state import DrafterState
 
 FloatArray = NDArray[np.float64]
 
-STEEP = 0.02       # of a plain step: drafting to max_k that costs so much more than one draft makes depth worth a thought
-SLOW = 0.15        # of a plain step: a drafter that takes so long for a further token of everybody is asked token by token
-_MOST_AHEAD = 4    # passes that are looked ahead
 
 
 def best_depth(reached: FloatArray, step_ms: FloatArray, draft_ms: Sequence[float], rate: float) -> tuple[int, list[int]]:
@@ -67,7 +65,7 @@ class Stopping:
         reach = self._reached(seq_ids, position, confidence)
         self._drafted += len(seq_ids)
         going = np.zeros(len(seq_ids), dtype=np.bool_)
-        passes = np.arange(1, min(_MOST_AHEAD, self._drafter.max_k - position - 1) + 1)
+        passes = np.arange(1, min(const.PASSES_AHEAD, self._drafter.max_k - position - 1) + 1)
         if len(passes) == 0:
             return going
         rates = self._drafter.without_confidence.predict(seq_ids, position + 1 + len(passes))[:, position + 1 :]

@@ -9,25 +9,17 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.control import constants as const
 from headway.control.costs import CostModel
 from headway.control.goodput.acceptance import AcceptanceModel
 from headway.control.goodput.budget import Budget
 from headway.control.goodput.gain import Gain
 from headway.control.goodput.guard import Account, Mean
 from headway.control.policy import DrafterView, DraftView
-from headway.types import Feedback, SequenceFeedback, ShadowFeedback, depths_of
+from headway.types import SequenceFeedback, ShadowFeedback, depths_of
 
 FloatArray = NDArray[np.float64]
 
-FIRST_ASKS = 32          # asks of a new drafter, half of them in one step, before a whole large batch asks it
-KNOWN_ASKS = 16          # asks of one that was known in an earlier run
-_FIRST_DEPTHS = (4, 1, 1 << 30, 2)   # drafts a new drafter is asked for, while what depth costs is not known
-_RETURN = 1.5            # times its price: what shadow drafts must promise before a drafter is switched on again
-_PRICED_STEPS = 8        # steps for which a price holds
-_GROUP = 128             # judged tokens that are learned from together: each call takes time
-_LONGEST_WAIT = 16       # steps that a judged token waits to be learned from
-_MOST = 24               # drafts, or asks, that are learned from in a step
-_MEMORY = 100.0          # drafts or steps that means remember
 _NAN = float("nan")
 _FORMER_NAMES = {"worth": "gain", "sighted": "with_confidence", "blind": "without_confidence"}   # in files of earlier versions
 
@@ -46,14 +38,14 @@ class DrafterState:
         self.max_k = max_k
         self.gain = Gain()
         self.account = Account()
-        self.budget = Budget(is_network=not view.deterministic)
+        self.budget = Budget()
         self.with_confidence = AcceptanceModel(max_k)      # of drafts that were made
         self.without_confidence = AcceptanceModel(max_k)   # of drafts to be made
         self.depth = min(2, max_k)           # that it is asked for
         self.stops_early = False             # it is asked for as much as it may draft, and stopped where that ceases to pay
-        self.breadth = Mean(_MEMORY, 1.0)    # draft tokens verified for each position: more than one in a tree
+        self.breadth = Mean(const.MEAN_MEMORY, 1.0)    # draft tokens verified for each position: more than one in a tree
         self.shadows: dict[int, ShadowPrice] = {}   # under way, by seq_id
-        self._first_asks = FIRST_ASKS
+        self._first_asks = const.FIRST_ASKS
         self._depth_matters = False          # so acceptance is learned without confidence, too
         self._busy = 0.0                     # share of the sequences that it is asked for, lately
         self._reported: bool | None = None   # whether it was last said to pay
@@ -61,7 +53,7 @@ class DrafterState:
         self._judged, self._judged_without = _Judged(), _Judged()
         self._prices = (0.0, 0.0, 0.0)
         self._further: dict[tuple[int, int], float] = {}   # by rows and steps, as long as the prices hold
-        self._priced_at = -_PRICED_STEPS
+        self._priced_at = -const.PRICE_STEPS
 
     # -- while it is new ------------------------------------------------------------------------------------------
 
@@ -78,10 +70,10 @@ class DrafterState:
     @property
     def first_depth(self) -> int | None:
         """How many drafts to ask for while it is not known what depth costs: that shows only when it varies."""
-        times, was_known = self._costs.num_drafted(self.name), self._first_asks == KNOWN_ASKS
-        if not self.is_new or was_known or (self._costs.is_known and (self._drafts_ahead or times >= len(_FIRST_DEPTHS))):
+        times, was_known = self._costs.num_drafted(self.name), self._first_asks == const.KNOWN_ASKS
+        if not self.is_new or was_known or (self._costs.is_known and (self._drafts_ahead or times >= len(const.FIRST_DEPTHS))):
             return None
-        return min(self.max_k, _FIRST_DEPTHS[times % len(_FIRST_DEPTHS)])
+        return min(self.max_k, const.FIRST_DEPTHS[times % len(const.FIRST_DEPTHS)])
 
     def allowed(self, step_ms: Sequence[float], plain_ms: float) -> int | None:
         """How many of its drafts may be verified while it is new; None while nobody knows what that costs: it shows by verifying."""
@@ -92,7 +84,7 @@ class DrafterState:
     def prices(self, step: int) -> tuple[float, float, float]:
         """Milliseconds of asking it at all for one draft, for each sequence, and for each token it has not seen; refreshed every few
         steps. What it costs to draft on is part of what asking brings."""
-        if not 0 <= step - self._priced_at < _PRICED_STEPS:
+        if not 0 <= step - self._priced_at < const.PRICE_STEPS:
             self._priced_at = step
             self._further.clear()
             one, two = (self._costs.predict_draft(self.name, rows, 1) for rows in (1, 2))
@@ -114,17 +106,6 @@ class DrafterState:
     def is_priced(self) -> bool:
         """Its price has been measured."""
         return self._costs.predict_draft(self.name, 1, 1) > 0.0
-
-    def drafting_ms(self, feedback: Feedback) -> float:
-        """What its drafts of a step took. While it is new, reading prompts is left out: it is paid once, and before anything came back."""
-        parts = [part for part in feedback.drafters if part.drafter == self.name]
-        if not self.is_new:
-            return sum([part.draft_ms for part in parts])
-        return sum([
-            min(part.draft_ms, self._costs.predict_draft(self.name, part.num_rows, part.num_steps))
-            if part.num_catch_up > part.num_rows * self.max_k else part.draft_ms
-            for part in parts
-        ])  # fmt: skip
 
     # -- how much it is asked for ---------------------------------------------------------------------------------
 
@@ -216,14 +197,14 @@ class DrafterState:
     def promises_profit(self, step: int, rate: float, num_rows: int) -> bool:
         """What shadow drafts say while it is switched off; a millisecond is worth `rate` tokens."""
         fixed, each, _ = self.prices(step)
-        return self.gain.pool > _RETURN * rate * (fixed / num_rows + each)
+        return self.gain.pool > const.RETURN_MARGIN * rate * (fixed / num_rows + each)
 
     # -- from one run to the next ---------------------------------------------------------------------------------
 
     def forget(self, live: set[int]) -> None:
         """Drops what is known of requests that are not in `live`, once it is much."""
         if max(len(self.gain), len(self.shadows), self.with_confidence.num_requests) > 2 * len(live) + 64:
-            for part in (self.gain, self.budget, self.with_confidence, self.without_confidence):
+            for part in (self.gain, self.with_confidence, self.without_confidence):
                 part.forget(live)
             self.shadows = {seq_id: prices for seq_id, prices in self.shadows.items() if seq_id in live}
 
@@ -247,7 +228,7 @@ class DrafterState:
         self.with_confidence.load(saved["with_confidence"])
         self.without_confidence.load(saved["without_confidence"])
         self.gain.restart(gain)
-        self.depth, self._first_asks = depth, KNOWN_ASKS
+        self.depth, self._first_asks = depth, const.KNOWN_ASKS
 
 
 def judged_nodes(seq: SequenceFeedback) -> list[tuple[int, bool, float]]:
@@ -264,11 +245,11 @@ _T = TypeVar("_T")
 
 
 def some(items: Sequence[_T], step: int) -> Sequence[_T]:
-    """At most _MOST of them, in turns: a large batch has more evidence than it needs, and learning takes time."""
-    if len(items) <= _MOST:
+    """At most LEARNED_PER_STEP of them, in turns: a large batch has more evidence than it needs, and learning takes time."""
+    if len(items) <= const.LEARNED_PER_STEP:
         return items
-    start = step * _MOST % len(items)
-    return (*items[start : start + _MOST], *items[: max(0, start + _MOST - len(items))])
+    start = step * const.LEARNED_PER_STEP % len(items)
+    return (*items[start : start + const.LEARNED_PER_STEP], *items[: max(0, start + const.LEARNED_PER_STEP - len(items))])
 
 
 class _Judged:
@@ -298,7 +279,7 @@ class _Judged:
     def teach(self, model: AcceptanceModel, step: int) -> None:
         """When enough has come together, a tenth of all there was, or the first of it has waited long enough."""
         seq_ids, positions, hits, stated = self._columns
-        if hits and (len(hits) >= min(_GROUP, self._num_learned // 10) or not 0 <= step - self._since < _LONGEST_WAIT):
+        if hits and (len(hits) >= min(const.JUDGED_GROUP, self._num_learned // 10) or not 0 <= step - self._since < const.JUDGED_WAIT):
             model.learn(seq_ids, np.array(positions), np.array(hits), np.array(stated, dtype=np.float64))
             self._num_learned += len(hits)
             self._columns = ([], [], [], [])

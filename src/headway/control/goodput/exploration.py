@@ -13,8 +13,8 @@ from headway.control.policy import SequenceView
 
 def probe(
     step: Step, drafters: Sequence[DrafterState], able: Sequence[SequenceView], owner: list[int], costs: CostModel, deciding_ms: float
-) -> bool:
-    """Adds probes and shadow drafts to `step`; whether another probe is paid for already.
+) -> None:
+    """Adds probes and shadow drafts to `step`.
 
     A drafter is tried on all sequences for which it does not seem to pay at once: verifying pays for its fixed costs only when many have
     something to verify. Where another one drafts, or it is switched off, its draft is a shadow: compared, not verified. Where cheap
@@ -22,7 +22,6 @@ def probe(
 
     owner   [n] index of the drafter that each sequence has, or NOBODY; probes take those that are free
     """
-    again = False
     cheap = [drafter in step.assignment.lookups for drafter in drafters]
     rest = [
         [i for i, who in enumerate(owner) if who != index and not (cheap[index] and who != NOBODY and not cheap[who])]
@@ -30,13 +29,13 @@ def probe(
     ]
     num_tried = len(rest) - rest.count([])
     for index, (drafter, others) in enumerate(zip(drafters, rest, strict=True)):
-        sequences = [able[i] for i in others]
+        budget, sequences = drafter.budget, [able[i] for i in others]
         if not drafter.is_new:
-            drafter.budget.end_loan()
-        drafter.budget.earn(step.prices.number, _price(drafter, step, sequences, deciding_ms), num_tried)
-        if not (others and drafter.budget.can_probe) or drafter.account.waits(step.prices.number):
+            budget.end_loan()
+        budget.earn(step.prices.number, _price(drafter, step, sequences, deciding_ms), num_tried)
+        if not (others and budget.can_probe) or drafter.account.waits(step.prices.number):
             continue
-        drafter.budget.pay()
+        budget.pay()
         free = [i for i in others if not drafter.account.off and (owner[i] == NOBODY or (cheap[owner[i]] and not cheap[index]))]
         step.try_on(drafter, [able[i] for i in free], costs)
         for i in free:
@@ -44,9 +43,7 @@ def probe(
         for i in others:
             if owner[i] != index and (able[i].greedy or drafter.deterministic):
                 step.watch(drafter, able[i])
-            drafter.gain.of(able[i].seq_id).note_ask(step.prices.number, able[i].num_context)
-        again = again or drafter.budget.can_repeat
-    return again
+            drafter.gain.of(able[i].seq_id).note_ask(able[i].num_context)
 
 
 def _price(drafter: DrafterState, step: Step, sequences: Sequence[SequenceView], deciding_ms: float) -> float:

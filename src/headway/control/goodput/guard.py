@@ -12,13 +12,7 @@ from __future__ import annotations
 
 import math
 
-PLAIN_SHARE = 0.002      # of the steps are made plain
-_STALE = 0.15            # log of the change of the machine's speed after which the last plain step says little
-_STALE_STEPS = 20        # steps between two plain ones made for that reason
-TOLERANCE = 0.01         # plain steps per step: a loss that counts as none
-_MEMORY = 150.0          # steps an account remembers
-_LEAST = 20.0            # steps before an account is judged
-_WAIT = 50               # steps a drafter stays off at least
+from headway.control import constants as const
 
 
 class Mean:
@@ -53,8 +47,8 @@ class PlainSteps:
         self._speed = 1.0      # of the machine, then
 
     def is_due(self, speed: float) -> bool:
-        stale = self._since >= _STALE_STEPS and abs(math.log(speed / self._speed)) > _STALE
-        return stale or self._since * PLAIN_SHARE >= 1.0
+        stale = self._since >= const.STALE_STEPS and abs(math.log(speed / self._speed)) > const.STALE_SPEED
+        return stale or self._since * const.PLAIN_SHARE >= 1.0
 
     def observe(self, speed: float, *, plain: bool) -> None:
         """One step, with drafts or `plain`."""
@@ -65,7 +59,7 @@ class Account:
     """Of one drafter."""
 
     def __init__(self) -> None:
-        self.balance = Mean(_MEMORY)   # plain steps won per step
+        self.balance = Mean(const.ACCOUNT_MEMORY)   # plain steps won per step
         self.off = False
         self._until = 0                # step before which it stays off
 
@@ -74,9 +68,9 @@ class Account:
         self.balance.observe(saved - spent)
         # Rare hits may not have come yet: one more accepted token would change the mean by this much.
         doubt = self.balance.error + 1.0 / (num_rows * self.balance.weight)
-        if self.balance.weight < _LEAST or self.balance.value + doubt >= -TOLERANCE:
+        if self.balance.weight < const.ACCOUNT_LEAST or self.balance.value + doubt >= -const.TOLERANCE:
             return False
-        self.off, self._until = True, step + _WAIT
+        self.off, self._until = True, step + const.OFF_STEPS
         return True
 
     def waits(self, step: int) -> bool:
@@ -84,4 +78,4 @@ class Account:
         return self.off and step < self._until
 
     def reopen(self) -> None:
-        self.off, self.balance = False, Mean(_MEMORY)
+        self.off, self.balance = False, Mean(const.ACCOUNT_MEMORY)

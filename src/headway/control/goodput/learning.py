@@ -31,34 +31,22 @@ def compare(step: Step, feedback: Feedback, verified: Verified, drafters: Sequen
         # What a target asks for is no loss of the drafter's, and probes are paid for.
         if drafter.account.off or step.assignment.behind_slo or name in probing or name not in busy:
             continue
-        spent = drafter.drafting_ms(feedback) / plain_ms + beyond * drafts.get(name, 0) / max(1, num_drafts)
+        draft_ms = sum([part.draft_ms for part in feedback.drafters if part.drafter == name])
+        spent = draft_ms / plain_ms + beyond * drafts.get(name, 0) / max(1, num_drafts)
         if drafter.account.observe(accepted.get(name, 0) / num_rows, spent, num_rows, feedback.step):
             drafter.gain.restart(0.0)
             switched_off.append(drafter)
     return switched_off
 
 
-def learn_shadows(drafter: DrafterState, shadows: Sequence[ShadowFeedback], asked: Mapping[int, DrafterState]) -> bool:
-    """What shadow drafts would have brought. Whether that is news: then it is decided anew.
-
-    asked  by seq_id, who was asked since the last decision
-    """
-    news = False
+def learn_shadows(drafter: DrafterState, shadows: Sequence[ShadowFeedback]) -> None:
+    """What shadow drafts would have brought."""
     for shadow in shadows:
-        gain = drafter.gain_of(shadow)
-        if gain is None:
-            continue
-        if drafter.account.off and gain > 0.0:
-            drafter.budget.grant_probe()
-            news = True
-        own = drafter.gain.of(shadow.seq_id)
-        another = shadow.seq_id in asked and asked[shadow.seq_id] is not drafter
-        drafter.gain.learn(shadow.seq_id, gain, probed=not another)
-        news = (another and own.raise_to(gain)) or news
-    return news
+        if (gain := drafter.gain_of(shadow)) is not None:
+            drafter.gain.learn(shadow.seq_id, gain)
 
 
-def learn_gains(step: Step, feedback: Feedback, costs: CostModel, deciding_ms: float) -> bool:
+def learn_gains(step: Step, feedback: Feedback, costs: CostModel) -> bool:
     """What asking brought: tokens accepted, less verifying and drafting beyond the first draft. Whether a probe found something."""
     for seq_id, (drafter, gain) in some(list(step.left.items()), feedback.step):
         drafter.gain.learn(seq_id, gain)
@@ -74,17 +62,10 @@ def learn_gains(step: Step, feedback: Feedback, costs: CostModel, deciding_ms: f
         brought = seq.num_accepted - prices.rate * step.verify_ms * seq.num_drafts
         gain = brought - prices.rate * asked.further_ms(num_asked[asked.name], seq.num_proposed)
         probed = seq.seq_id in step.probed
-        asked.gain.learn(seq.seq_id, gain, probed=probed)
-        if probed and gain > 0.0:
-            asked.budget.follow(seq.seq_id)
-            found = True
-        if asked.is_new:   # `book_new` has counted it
-            continue
-        if probed:   # drafting is paid for
+        asked.gain.learn(seq.seq_id, gain)
+        found = found or (probed and gain > 0.0)
+        if probed and not asked.is_new:   # drafting is paid for; of a new one `book_new` has counted it
             asked.budget.book(brought / prices.rate / prices.plain_ms)
-        elif asked.budget.follows(seq.seq_id):
-            price_ms = asked.prices(prices.number)[1] + deciding_ms / len(step.asked)
-            asked.budget.book((gain / prices.rate - price_ms) / prices.plain_ms)
     return found
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.control import constants as const
 from headway.control.costs import CostModel
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.guard import Mean, PlainSteps
 from headway.control.policy import BatchView, SequenceView
 from headway.types import Feedback
-
-_SPEEDUP_MEMORY = 100.0  # steps
-_DECIDING_MEMORY = 50.0  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,8 @@ class Pricing:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._plain = PlainSteps()
-        self._speedup = Mean(_SPEEDUP_MEMORY, 1.0, 1.0)
-        self._deciding = Mean(_DECIDING_MEMORY)
+        self._speedup = Mean(const.MEAN_MEMORY, 1.0, 1.0)
+        self._deciding = Mean(const.MEAN_MEMORY)
         self._latest = 0                       # step that was priced
 
     @property
@@ -58,7 +56,7 @@ class Pricing:
 
     def skip_to(self, step: int) -> None:
         """Steps in between were not planned: plain ones."""
-        self._speedup.observe(1.0, min(float(step - self._latest - 1), _SPEEDUP_MEMORY))
+        self._speedup.observe(1.0, min(float(step - self._latest - 1), const.MEAN_MEMORY))
         self._latest = step
 
     def of(self, view: BatchView, decoding: list[SequenceView]) -> StepPrices:

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.control import constants as const
 from headway.control.costs import CostModel
 from headway.control.goodput.decision import Step
 from headway.control.goodput.drafter_state import DrafterState
@@ -38,8 +39,6 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Lines = Sequence[Sequence[float]]   # one per draft, of any length, positive and non-increasing
 
-_FEW = 96            # drafts up to which lists are quicker than arrays
-_SLO_POINTS = 16     # totals at which the targets are checked, on each path
 
 
 def select(
@@ -57,7 +56,7 @@ def select(
     whole = sum([draft.length for draft in drafts]) - num_free
     num_rows, prefill = len(sequences), prices.num_prefill
     step_ms = costs.curve(num_rows + (prefill > 0), num_rows + prefill + whole, num_free, prices.num_context + prefill, prefill)
-    if num_free <= _FEW and not latency and not slo_ms:
+    if num_free <= const.FEW_DRAFTS and not latency and not slo_ms:
         values = [drafters[draft.drafter].reach(draft) for draft in free]
         lengths = allocate_few(values, step_ms, prices.rate)
     else:
@@ -175,7 +174,7 @@ def _within(values: FloatArray, step_ms: FloatArray, order: IntArray, rate: floa
     found = np.zeros(len(values), dtype=np.int64)
     for path, latency in ((order, False), (balanced, True)):
         optimum = _best_total(values, path, step_ms, rate, latency)
-        for total in sorted({*np.linspace(0, len(path), _SLO_POINTS).astype(int).tolist(), optimum}):
+        for total in sorted({*np.linspace(0, len(path), const.SLO_POINTS).astype(int).tolist(), optimum}):
             tokens, ms = _tokens(values, path[:total]), float(step_ms[total])
             meets = bool(np.all(ms <= slo_ms * tokens))
             gained = float(tokens.sum()) - rate * ms if meets else -ms * float(np.mean(1.0 / tokens[targeted]))

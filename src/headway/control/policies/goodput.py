@@ -36,9 +36,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config import option
-from headway.control.goodput.assignment import NOBODY, Assigner, Assignment
+from headway.control import constants as const
+from headway.control.goodput.assignment import Assigner, Assignment
 from headway.control.goodput.decision import Step
-from headway.control.goodput.draft_length import SLOW
 from headway.control.goodput.drafter_state import DrafterState
 from headway.control.goodput.exploration import probe
 from headway.control.goodput.gain import RequestGain
@@ -50,9 +50,6 @@ from headway.errors import ConfigError
 from headway.types import Choice, Feedback, SequenceFeedback, ShadowFeedback
 
 OBJECTIVES = ("throughput", "latency")
-HOLD_STEPS = 4           # steps for which it stays decided who is asked, while the batch is the same
-_HOPELESS_AFTER = 32     # drafts of a request that is in a hurry, after which
-_HOPELESS = 0.1          # this acceptance is too little to help it
 
 
 class Goodput(AdaptivePolicy):
@@ -83,7 +80,6 @@ class Goodput(AdaptivePolicy):
         self._unread: list[tuple[Step | None, Feedback]] = []
         self._assignment = Assignment([])      # the latest
         self._holds_until = 0                  # step before which it is not decided anew
-        self._last: dict[int, int] = {}        # seq_id -> index of the drafter it was given last
         self.reason = "nothing seen yet"
         for name, saved in (setup.learned or {}).items():
             if name in self._by_name:
@@ -100,7 +96,7 @@ class Goodput(AdaptivePolicy):
     # -- before drafting ------------------------------------------------------------------------------------------
 
     def rests(self, step: int) -> bool:
-        return not self._assignment.plan and 0 < self._holds_until - step <= HOLD_STEPS
+        return not self._assignment.plan and 0 < self._holds_until - step <= const.HOLD_STEPS
 
     def plan(self, view: BatchView) -> Mapping[int, Choice]:
         self._step, self.forecast = None, None
@@ -109,7 +105,7 @@ class Goodput(AdaptivePolicy):
         if not decoding:
             return {}
         able = [seq for seq in decoding if seq.max_k > 0]
-        holds = [seq.seq_id for seq in able] == self._assignment.ids and 0 < self._holds_until - view.step <= HOLD_STEPS
+        holds = [seq.seq_id for seq in able] == self._assignment.ids and 0 < self._holds_until - view.step <= const.HOLD_STEPS
         if not holds:
             self._read()
         step = self._step = Step(self._pricing.of(view, decoding))
@@ -133,33 +129,31 @@ class Goodput(AdaptivePolicy):
         prices, before = step.prices, self._assignment
         for seq in able:
             if (drafter := before.asked.get(seq.seq_id)) is not None and seq.seq_id not in before.net_gains:   # was asked up to now
-                drafter.gain.of(seq.seq_id).note_ask(prices.number - 1, seq.num_context - 1)
+                drafter.gain.of(seq.seq_id).note_ask(seq.num_context - 1)
         for drafter in self._drafters:
             drafter.set_stops_early(
-                drafter.stepwise and drafter.first_depth is None and prices.pass_ms(drafter) > SLOW * prices.plain_ms
+                drafter.stepwise and drafter.first_depth is None and prices.pass_ms(drafter) > const.SLOW * prices.plain_ms
             )
         self._assignment, owner = Assigner(
-            self._drafters, prices, self._costs, self._expected, lambda seq: self._is_behind(seq, prices.plain_ms), self._last,
+            self._drafters, prices, self._costs, self._expected, lambda seq: self._is_behind(seq, prices.plain_ms),
             self._pricing.deciding_ms,
         ).assign(able)
         step.adopt(self._assignment)
         news = any(drafter.is_new for drafter in self._assignment.asked.values())
-        self._last.update({seq.seq_id: index for seq, index in zip(able, owner, strict=True) if index != NOBODY})
-        news = probe(step, self._drafters, able, owner, self._costs, self._pricing.deciding_ms) or news
-        self._holds_until = 0 if news else prices.number + HOLD_STEPS
+        probe(step, self._drafters, able, owner, self._costs, self._pricing.deciding_ms)
+        self._holds_until = 0 if news else prices.number + const.HOLD_STEPS
 
-    def _expected(self, drafter: DrafterState, seq: SequenceView, own: RequestGain, step: int) -> float:
+    def _expected(self, drafter: DrafterState, seq: SequenceView, own: RequestGain) -> float:
         """Tokens, net of verification, that asking `drafter` for a draft of this request brings."""
-        return drafter.gain.predict(own, step)
+        return drafter.gain.predict(own)
 
     def _target(self, seq: SequenceView) -> float | None:
         """Milliseconds per token that the request may take."""
         return seq.tpot_slo_ms or self.options.tpot_slo_ms
 
     def _is_behind(self, seq: SequenceView, plain_ms: float) -> bool:
-        """Plain steps take longer than its target, and drafts have helped it or were not tried yet: then they need not pay."""
-        hopeless = seq.num_drafts >= _HOPELESS_AFTER and seq.num_accepted < _HOPELESS * seq.num_drafts
-        return (self._target(seq) or plain_ms) < plain_ms and not hopeless
+        """Plain steps take longer than its target: then drafts for it need not pay."""
+        return (self._target(seq) or plain_ms) < plain_ms
 
     # -- while drafting -------------------------------------------------------------------------------------------
 
@@ -195,7 +189,7 @@ class Goodput(AdaptivePolicy):
         self._unread.append((step, feedback))
         decided = step is not None and step.assignment is not self._assignment
         news = [shadow for shadow in feedback.shadows if shadow.num_verified or shadow.seq_id in self._by_name[shadow.drafter].shadows]
-        if decided or news or len(self._unread) >= HOLD_STEPS:
+        if decided or news or len(self._unread) >= const.HOLD_STEPS:
             self._read()
 
     def _read(self) -> None:
@@ -221,7 +215,7 @@ class Goodput(AdaptivePolicy):
             shadows.setdefault(shadow.drafter, []).append(shadow)
         for drafter in self._drafters:
             self._learn_drafter(drafter, step, feedback, verified.get(drafter.name, ()), shadows.get(drafter.name, ()))
-        if step is not None and learn_gains(step, feedback, self._costs, self._pricing.deciding_ms):
+        if step is not None and learn_gains(step, feedback, self._costs):
             self._holds_until = 0
         if feedback.step % 16 == 0:
             self._forget({seq.seq_id for seq in feedback.sequences})
@@ -231,8 +225,7 @@ class Goodput(AdaptivePolicy):
         shadows: Sequence[ShadowFeedback],
     ) -> None:
         drafter.judge(verified, shadows, feedback.step)
-        if learn_shadows(drafter, shadows, self._assignment.asked):
-            self._holds_until = 0
+        learn_shadows(drafter, shadows)
         if step is None:
             return
         prices = step.prices
@@ -247,5 +240,3 @@ class Goodput(AdaptivePolicy):
     def _forget(self, live: set[int]) -> None:
         for drafter in self._drafters:
             drafter.forget(live)
-        if len(self._last) > 2 * len(live) + 64:
-            self._last = {seq_id: index for seq_id, index in self._last.items() if seq_id in live}
