@@ -308,7 +308,7 @@ def main() -> None:
     print("noise", noise)
     if options.output is not None:
         rates = {Path(world).name: rate for world, rate in base.items()}
-        publish({"origin": origin(), "seeds": options.seeds, "noise": noise, "rates": rates, "constants": rows}, options.output)
+        publish({**origin(), "seeds": options.seeds, "noise": noise, "rates": rates, "constants": rows}, options.output)
 
 
 def sweep_of(worlds: Sequence[str], job: tuple[str, float, range]) -> dict[str, float]:
