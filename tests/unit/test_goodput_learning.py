@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headway.control.costs import Work
 from headway.control.goodput.budget import Budget
 from headway.control.policies.goodput import Goodput
 from tests.closed_loop import (
@@ -38,26 +35,6 @@ def test_regret_against_the_best_fixed_k(workload: str, num_requests: int) -> No
     reached = run(Goodput(), World(num_requests, WORKLOADS[workload], drafters=SUFFIX), STEPS).rate()
     assert reached >= 0.97 * fixed_rate(workload, num_requests, 0)
     assert reached >= 0.95 * max(fixed_rate(workload, num_requests, k) for k in (0, 2, 4, 8))
-
-
-def measured(kind: str) -> Callable[[Work], float]:
-    """Milliseconds of a pass of one request as studies/experts.py found them, straight lines between."""
-    steps = json.loads((Path(__file__).parents[2] / "results/experts/zen5.json").read_text())[kind]["steps"]
-    rows, ms = [float(number) for number in steps], list(steps.values())
-    return lambda work: float(np.interp(work.num_tokens, rows, ms))
-
-
-@pytest.mark.parametrize("accepted", [0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("kind", ["experts", "dense"])
-def test_it_drafts_what_pays_for_a_mixture_of_experts(kind: str, accepted: float) -> None:
-    """Each row of a verification reads experts of its own, so T(n) is steep from the second row on; the dense network's is flat."""
-    world = World(1, always(Texture(rate=accepted)), measured(kind), drafters=SUFFIX)
-    fixed = {k: run(Fixed(k), world, STEPS).rate() for k in (0, 1, 2, 4, 8)}
-    result = run(Goodput(), world, STEPS)
-    assert result.rate(60) >= 0.93 * max(fixed.values())
-    if accepted == 0.5:   # drafts pay for the one and not for the other
-        assert (fixed[4] > 1.3 * fixed[0]) == (kind == "dense")
-        assert (result.k_by_request[60:].mean() > 2.0) == (kind == "dense")
 
 
 def test_a_mixed_batch_beats_every_fixed_k() -> None:

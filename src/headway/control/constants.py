@@ -55,7 +55,7 @@ PRICE_STEPS = 8           # steps: a drafter's price is looked up again after so
 # Who is asked, for how much: control/goodput/assignment.py, draft_length.py, verification.py and policies/goodput.py.
 HOLD_STEPS = 4            # steps: who is asked stays decided for so long while the batch is the same
 LOOKUP_PRICE = 0.1        # tokens: a drafter whose draft costs no more is looked up before another one is asked
-STEEP = 0.02              # plain steps: drafting to max_k that costs so much more than one token makes depth worth a thought
+STEEP = 0.02              # plain steps: drafting to max_k that costs so much more than one token makes the depth matter
 SLOW = 0.15               # plain steps: a drafter that takes so long for one more token of everybody is asked token by token
 PASSES_AHEAD = 4          # passes: of drafting that are looked ahead before going on
 FEW_DRAFTS = 96           # drafts: up to so many, lists are quicker than arrays
@@ -63,7 +63,7 @@ SLO_POINTS = 16           # totals: of verified drafts at which targets are chec
 MEAN_MEMORY = 100.0       # steps: that the means of speed-up, of the policy's own time and of the breadth of trees remember
 
 # Finding out, and the guard: control/goodput/budget.py and guard.py.
-LOAN = 1.0                # plain steps: may be lost before anything was won, and owed later
+LOAN = 1.0                # plain steps: may be lost before anything was won, and the most that an account is overdrawn later
 PROBE_SHARE = 0.01        # share: of the time that goes into finding out, over all drafters
 MOST_SAVED = 10.0         # plain steps: that can be saved up for probes
 PLAIN_SHARE = 0.002       # share: of the steps that are made plain, to measure what they take

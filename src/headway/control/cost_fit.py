@@ -21,7 +21,6 @@ from headway.control import constants as const
 FloatArray = NDArray[np.float64]
 
 
-
 @dataclass(slots=True)
 class _Cell:
     """Steps that are alike: the mean of what they asked for and of what they took (divided by `speed` at the time)."""
@@ -133,7 +132,7 @@ class CostFit:
         self.speed *= factor
 
     def trust(self) -> None:
-        """What is in the cells is worth something already: live steps correct it now and then, not every other step."""
+        """The cells hold measurements already: live steps correct it now and then, not every other step."""
         self.is_trusted = True
         self._next_refit = max(self._next_refit, self.num_observed + const.FIRST_REFIT)
 

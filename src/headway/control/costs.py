@@ -5,7 +5,7 @@
 B rows, N token rows of the forward pass, C tokens of K/V read, P prefill tokens among the N. f is piecewise linear with
 knots where tiles, vectors and graph buckets bend it; every coefficient is >= 0, so T never falls when a draft is added. l is
 what a row of logits costs, a what attention pays for each further query token of a row, v what a step that verifies any draft at all pays
-beyond a plain one. A drafter's time for R sequences and S steps, after W tokens it has not seen (it slept), is
+beyond a plain one. A drafter's time for R sequences and S steps, after W tokens it has not read yet, is
 
     D(R, S, W) = speed * ( d0 + d1 R + d2 S + d3 R S + d4 W )
 

@@ -3,9 +3,9 @@
     step = driver.plan(view)                         what the policy wishes
            the host grants what fits                 seq_id -> Choice
            driver.draft(step, granted, propose)      lookups, drafts, drafts that are only compared
-    drafts = driver.select(step)                     what is worth verifying
+    drafts = driver.select(step)                     what pays to verify
            the host verifies and commits
-           driver.observe(step, outcome)             what happened, told to the policy
+           driver.observe(step, outcome)             what happened, reported to the policy
 
 A host brings three things: `propose` makes drafts, a `StepOutcome` says what a step did, a clock tells seconds. Every hook of a policy is
 called here and nowhere else.
@@ -160,7 +160,7 @@ class Driver:
             self._record(step, call, found, max([1, *longest, *shadow_ks.values()]))
 
     def select(self, step: OpenStep) -> dict[int, Draft]:
-        """The policy's batch-wide trim to what is worth verifying: seq_id -> draft. What it trims is compared with what is written."""
+        """The policy's batch-wide trim to what pays to verify: seq_id -> draft. What it trims is compared with what is written."""
         if not step.drafts:
             return {}
         views = [_view(seq_id, step.choices[seq_id].drafter, draft) for seq_id, draft in step.drafts.items()]

@@ -1,6 +1,6 @@
 """What a policy may see and what it may ask for.
 
-A policy wishes, the scheduler clamps. It sees numbers only: no tensors, no blocks, no token ids.
+A policy proposes, the scheduler bounds what it proposed. It sees numbers only: no tensors, no blocks, no token ids.
 
 Losslessness is part of the contract. When drafts are sampled, whether draft position j is verified may depend on the
 prefix before j, on prefix-only functions of the draft distribution at j (`confidence`), and on statistics fixed before
@@ -36,7 +36,7 @@ class DrafterView:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a policy is told once, before the first step."""
+    """What a policy gets once, before the first step."""
 
     drafters: tuple[DrafterView, ...]   # in the user's order of preference
     max_k: int                          # num_speculative_tokens: the hard upper bound

@@ -1,7 +1,7 @@
 """Who drafts for whom: what asking each drafter brings each request, against what it costs.
 
 The best drafter of a request wins; a group that does not pay for its drafter's fixed cost is not asked.
-Drafters that copy for next to nothing are looked up before an expensive one is asked, wherever that one is worth asking:
+Drafters that copy for next to nothing are looked up before an expensive one is asked, wherever that one pays:
 control/goodput/decision.py.
 """
 
@@ -104,7 +104,7 @@ class Assigner:
         return [prices.rate * (ms - curve[0]) / num_rows for ms in curve[::num_rows]]
 
     def _owners(self, able: list[SequenceView], found: Assignment) -> tuple[list[int], list[float]]:
-        """[n] index of the drafter that is worth asking most, or NOBODY, and tokens net that it brings. An expensive one goes before those
+        """[n] index of the drafter that brings most, or NOBODY, and the tokens net that it brings. An expensive one goes before those
         that are looked up before it is asked."""
         step = self.prices
         best, owner, nets = [0.0] * len(able), [NOBODY] * len(able), [0.0] * len(able)

@@ -1,9 +1,9 @@
 """One step's decision, from `plan` until `observe`, and who drafts once cheap drafters were looked up.
 
-A drafter that copies costs next to nothing, says by itself how sure it is, and has often nothing to say. So wherever an expensive one (a
-network) is worth asking, the cheap ones are looked up first, and each step decides with their drafts in hand: what the best of them
-brings net of verification, against what asking the expensive one has brought lately where it was asked, net of its price. What an
-expensive one gains is therefore learned on what the cheap ones leave to it; together they bring the larger of the two in every step.
+A drafter that copies costs next to nothing, states how confident it is, and often finds nothing. So wherever an expensive one (a network)
+pays, the cheap ones are looked up first, and each step decides with their drafts in hand: what the best of them brings net of
+verification, against what the expensive one has brought lately where it was asked, net of its price. What an expensive one gains is
+therefore learned on what the cheap ones leave to it; together they bring the larger of the two in every step.
 """
 
 from __future__ import annotations

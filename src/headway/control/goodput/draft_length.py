@@ -26,14 +26,13 @@ from headway.control.goodput.drafter_state import DrafterState
 FloatArray = NDArray[np.float64]
 
 
-
 def best_depth(reached: FloatArray, step_ms: FloatArray, draft_ms: Sequence[float], rate: float) -> tuple[int, list[int]]:
     """(depth, [n] positions of each request that would be verified)
 
     reached   [n, k] P(the draft is accepted up to here)
     step_ms   [1 + n k] of a step that verifies 0, 1, ... drafts
     draft_ms  [depths <= k] what drafting to each depth costs
-    rate      tokens a millisecond is worth
+    rate      price of time, in tokens per millisecond
     """
     order = np.argsort(-reached.ravel(), kind="stable")
     values, positions = reached.ravel()[order], order % reached.shape[1]
@@ -52,7 +51,7 @@ class Stopping:
     """The drafts of one drafter in one step.
 
     step_ms  [1 + drafts of all requests at most] T(n): of a step that verifies n of them
-    rate     tokens that a millisecond is worth
+    rate     price of time, in tokens per millisecond
     """
 
     def __init__(self, drafter: DrafterState, step_ms: FloatArray, rate: float) -> None:

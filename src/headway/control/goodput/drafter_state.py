@@ -88,8 +88,8 @@ class DrafterState:
             self._priced_at = step
             self._further.clear()
             one, two = (self._costs.predict_draft(self.name, rows, 1) for rows in (1, 2))
-            woken = self._costs.predict_draft(self.name, 1, 1, 256)
-            self._prices = (max(0.0, 2.0 * one - two), max(0.0, two - one), max(0.0, woken - one) / 256.0)
+            unread = self._costs.predict_draft(self.name, 1, 1, 256)
+            self._prices = (max(0.0, 2.0 * one - two), max(0.0, two - one), max(0.0, unread - one) / 256.0)
         return self._prices
 
     def further_ms(self, num_rows: int, num_steps: int) -> float:
@@ -195,7 +195,7 @@ class DrafterState:
         return max(0.0, shadow.num_confirmed - verifying - prices.further)
 
     def promises_profit(self, step: int, rate: float, num_rows: int) -> bool:
-        """What shadow drafts say while it is switched off; a millisecond is worth `rate` tokens."""
+        """Whether shadow drafts, while it is switched off, bring clearly more than it costs. `rate`: tokens per millisecond."""
         fixed, each, _ = self.prices(step)
         return self.gain.pool > const.RETURN_MARGIN * rate * (fixed / num_rows + each)
 

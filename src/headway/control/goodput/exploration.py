@@ -1,4 +1,4 @@
-"""Trying drafters where they do not seem worth asking, as far as their budgets pay for it."""
+"""Trying drafters where they do not seem to pay, as far as their budgets allow."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from headway.control import constants as const
 
 
 class Mean:
-    """A mean that forgets, and how sure it is."""
+    """A mean that forgets, and its standard error."""
 
     def __init__(self, memory: float, start: float = 0.0, weight: float = 0.0) -> None:
         self._memory = memory

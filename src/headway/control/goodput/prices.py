@@ -1,4 +1,4 @@
-"""What time is worth: `rate`, the tokens that a millisecond brings now, and what the step to come takes without drafts.
+"""The price of time: `rate`, the tokens that a millisecond brings now, and what the step to come takes without drafts.
 
 The rate is the plain one, B / T(B), times the speed-up that speculation reached lately. Every decision compares tokens gained with
 milliseconds spent at that price. A price and not the ratio tokens / T of the step: a request has a fixed number of tokens to write, so what

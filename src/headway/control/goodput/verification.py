@@ -10,7 +10,7 @@ the batch-wide form of what TETRIS (arXiv 2502.15197) does for a fixed capacity 
 
 Objectives:
 
-    rate       maximise tokens(S) - rate * T(n). `rate` is what a millisecond is worth, in tokens: the long-run tokens per
+    rate       maximise tokens(S) - rate * T(n). `rate` is the price of time in tokens: the long-run tokens per
                millisecond. Then this maximises long-run goodput (Dinkelbach's condition for the best ratio of two sums): a
                step with excellent drafts may go deeper than its own ratio would allow.
     latency    minimise the mean over requests of T(n) / (tokens of the request): each draft counts by how much it shortens
@@ -38,7 +38,6 @@ from headway.types import Forecast
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Lines = Sequence[Sequence[float]]   # one per draft, of any length, positive and non-increasing
-
 
 
 def select(

@@ -4,7 +4,7 @@
 
 mean_k is the mean of tokens per millisecond of the intervals played with k, divided by the largest mean so that the rewards lie in
 [0, 1]; n_k how often k was played (decayed, so that a change of workload is noticed), n their sum. Every arm is played once
-first. Batch sizes are told apart by powers of two, since the best length depends on the load. The first drafter of the list drafts.
+first. Batch sizes are distinguished by powers of two, since the best length depends on the load. The first drafter of the list drafts.
 
 Source: Hou et al., "BanditSpec" (arXiv 2505.15141), whose UCBSpec takes lengths or methods as arms and sqrt(6 ln t / n) as the bonus for
 one request at a time; the decay is discounted UCB (Garivier and Moulines 2011). It explores at full price: each arm that loses

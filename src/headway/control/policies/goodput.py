@@ -1,9 +1,9 @@
 """Speculate where it pays: drafter, k and what is verified, per request and step, from measured cost and acceptance.
 
-Time has a price: a millisecond is worth the tokens that it brings now. Every decision compares tokens gained with milliseconds spent at
+Time has a price: the tokens that a millisecond brings now. Every decision compares tokens gained with milliseconds spent at
 that price. This file has the hooks; the parts are in control/goodput/. Read them in this order:
 
-    prices         what time is worth, and what the step to come takes without drafts
+    prices         the price of time, and what the step to come takes without drafts
     gain           what asking a drafter brings each request, net of verification
     assignment     whom to ask: the best drafter of a request wins when its gain exceeds its price
     draft_length   how many tokens to draft, and, where one takes a while, for whom to go on
