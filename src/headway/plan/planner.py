@@ -187,9 +187,9 @@ def _spread(machine: Machine, k: int, asked: Load) -> Capacity | None:
     deployment = machine.deployment
     if machine.drafting is None or machine.drafting.network is None or deployment.draft_tp == deployment.tp:
         return None
-    length = asked.input_len + asked.output_len
+    length, shared = asked.input_len + asked.output_len, replace(deployment, draft_tp=deployment.tp)
     try:
-        return memory.measure(machine.target, machine.drafting, machine.quantization, replace(deployment, draft_tp=deployment.tp), k, length)
+        return memory.measure(machine.target, machine.drafting, machine.quantization, shared, k, length)
     except ConfigError:
         return None
 
