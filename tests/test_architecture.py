@@ -235,7 +235,7 @@ FILLED_IN = {
     "engine/scheduler.py": {"seq", "row"},
     "drafters/core/feature_native.py": {"args", "stack"},
     "models/attention_native.py": {"rotate", "attention"},
-    "models/stack_native.py": {"args", "attention"},
+    "models/stack_native.py": {"args"},
     "native/ops.py": {"args"},
     "native/__init__.py": {"found", "self._dll.plan"},
     "models/gguf.py": {"tokenizer"},

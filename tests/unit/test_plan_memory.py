@@ -19,7 +19,7 @@ from headway.models import hub
 from headway.models.config import ModelConfig
 from headway.plan import configs, device, drafting, families, memory
 from headway.plan.device import GIB
-from headway.plan.network import Network
+from headway.plan.network import NetworkShape
 from headway.plan.quantization import named
 from tests import published_models as models
 from tests.heads import eagle1_dir, eagle3_dir, medusa_dir
@@ -30,11 +30,11 @@ HEAD = ROOT / "speculators" / "smollm2-135m-eagle3"
 H100 = memory.Deployment(device.find("H100"))
 
 
-def network(values: dict[str, Any], name: str = "small") -> Network:
+def network(values: dict[str, Any], name: str = "small") -> NetworkShape:
     return families.read(JsonObject(values, "config.json", ModelError), name)
 
 
-def read(directory: Path, dtype: str = "float32") -> Network:
+def read(directory: Path, dtype: str = "float32") -> NetworkShape:
     return families.read(configs.find(str(directory)), directory.name, dtype)
 
 

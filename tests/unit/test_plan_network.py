@@ -12,7 +12,7 @@ from headway.errors import ConfigError, ModelError
 from headway.json_object import JsonObject
 from headway.models import families as engine_families
 from headway.plan import families
-from headway.plan.network import Network
+from headway.plan.network import NetworkShape
 from tests.published_models import PUBLISHED
 
 SMALL: dict[str, Any] = {
@@ -37,7 +37,7 @@ OWN: dict[str, dict[str, Any]] = {
 NO_MODULES = {"kimi_k2", "mimo", "gemma3"}   # deepseek_v3 and qwen2 under other names; gemma3 is gemma3_text within a larger model
 
 
-def network(values: dict[str, Any], name: str = "small") -> Network:
+def network(values: dict[str, Any], name: str = "small") -> NetworkShape:
     return families.read(JsonObject(values, "config.json", ModelError), name)
 
 

@@ -13,7 +13,7 @@ from headway.control.policy import BatchView, SequenceView
 from headway.errors import ConfigError, ModelError
 from headway.json_object import JsonObject
 from headway.plan import calibration, device, drafting, families, memory
-from headway.plan.network import Network
+from headway.plan.network import NetworkShape
 from headway.plan.quantization import named
 from headway.plan.speed import PUBLISHED, Load, Machine, tokens_per_step
 from headway.telemetry.trace import TraceWriter, read_trace
@@ -21,7 +21,7 @@ from headway.types import Feedback, SequenceFeedback
 from tests import published_models as models
 
 
-def network(values: dict[str, Any], name: str = "small") -> Network:
+def network(values: dict[str, Any], name: str = "small") -> NetworkShape:
     return families.read(JsonObject(values, "config.json", ModelError), name)
 
 
@@ -29,7 +29,7 @@ def machine(
     target: dict[str, Any], gpu: str = "H100", method: str | None = None, draft: dict[str, Any] | None = None, **changes: Any
 ) -> Machine:
     read = network(target)
-    drafts = drafting.build(method, read, None, "d", network(draft) if draft else None, 4) if method else None
+    drafts = drafting.build(method, read, None, None, network(draft) if draft else None, 4) if method else None
     stored = named(changes.pop("quantization")) if "quantization" in changes else None
     return Machine(read, drafts, stored, memory.Deployment(device.find(gpu), **changes))
 
@@ -59,8 +59,8 @@ def test_at_break_even_the_time_per_token_is_that_of_plain_decoding() -> None:
         even = found.break_even(load, k)
         assert even is not None
         assert found.time_per_token_ms(load, k, [even]) == pytest.approx(found.step_ms(load, 0), rel=1e-6)
-    itself = machine(models.LLAMA_8B, method="draft_model", draft=models.LLAMA_8B)
-    assert itself.break_even(load, 2) is None
+    slower = machine(models.LLAMA_8B, "H200", method="draft_model", draft=models.LLAMA_70B)
+    assert slower.break_even(load, 2) is None
 
 
 def test_speculation_gains_less_at_more_load_and_with_longer_inputs() -> None:

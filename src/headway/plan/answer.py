@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headway.plan.device import GIB
 from headway.plan.drafting import Drafting
 from headway.plan.memory import Capacity, Deployment
-from headway.plan.network import Network
+from headway.plan.network import NetworkShape
 from headway.plan.speed import LENGTHS, Corrections, Load, Machine, tokens_per_step
 
 # The ratio of two predicted times is surer than either, and still not surer than this.
@@ -17,7 +17,7 @@ DRAFT_MODEL_SOURCE = "53.5 % were measured for a 0.5B draft of Llama-3.1-70B and
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class KnownAcceptance:
     """by_position: as in `tokens_per_step`; None: not known. is_measured: by a recording, or given by the user."""
 
     by_position: tuple[float, ...] | None
@@ -30,18 +30,18 @@ class Acceptance:
 
 
 ASSUMED = {
-    "draft_model": Acceptance((0.65,), f"assumed: {DRAFT_MODEL_SOURCE}"),
-    "eagle3": Acceptance((0.70,), "assumed"),
-    "eagle": Acceptance((0.60,), "assumed"),
-    "mtp": Acceptance((0.85, 0.70), "assumed: DeepSeek-V3's report says 85 to 90 % of the first token"),
-    "medusa": Acceptance((0.60, 0.45), "assumed"),
-    "ngram": Acceptance(None, "of lookups nothing can be said without the text"),
-    "suffix": Acceptance(None, "of lookups nothing can be said without the text"),
+    "draft_model": KnownAcceptance((0.65,), f"assumed: {DRAFT_MODEL_SOURCE}"),
+    "eagle3": KnownAcceptance((0.70,), "assumed"),
+    "eagle": KnownAcceptance((0.60,), "assumed"),
+    "mtp": KnownAcceptance((0.85, 0.70), "assumed: DeepSeek-V3's report says 85 to 90 % of the first token"),
+    "medusa": KnownAcceptance((0.60, 0.45), "assumed"),
+    "ngram": KnownAcceptance(None, "of lookups nothing can be said without the text"),
+    "suffix": KnownAcceptance(None, "of lookups nothing can be said without the text"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AnswerRow:
     """One draft length at the load that was asked for. break_even: as Machine's; throughput: tokens per second, prompts included."""
 
     k: int
@@ -60,15 +60,15 @@ class Candidate:
     """
 
     drafting: Drafting
-    acceptance: Acceptance
+    acceptance: KnownAcceptance
     capacity: Capacity
     load: Load
-    rows: tuple[Row, ...]
+    rows: tuple[AnswerRow, ...]
     by_load: dict[int, dict[int, float]]
     spread: Capacity | None = None
 
     @property
-    def best(self) -> Row:
+    def best(self) -> AnswerRow:
         """The k with the highest throughput; plain decoding where nothing is known."""
         known = [row for row in self.rows if row.throughput is not None]
         return max(known, key=lambda row: row.throughput or 0.0) if len(known) > 1 else self.rows[0]
@@ -87,7 +87,7 @@ class Candidate:
 
 
 def consider(
-    machine: Machine, capacity: Capacity, acceptance: Acceptance, asked: Load, lengths: Sequence[int] = LENGTHS
+    machine: Machine, capacity: Capacity, acceptance: KnownAcceptance, asked: Load, lengths: Sequence[int] = LENGTHS
 ) -> Candidate:
     """Every draft length at the load, as far as that many requests fit, and at every smaller load for a schedule."""
     assert machine.drafting is not None
@@ -98,10 +98,11 @@ def consider(
     for k in lengths:
         even = machine.break_even(load, k) if k else None
         if known is None and k:
-            rows.append(Row(k, machine.step_ms(load, k), even))
+            rows.append(AnswerRow(k, machine.step_ms(load, k), even))
         else:
             each = known or (0.0,)
-            rows.append(Row(k, machine.step_ms(load, k), even, machine.time_per_token_ms(load, k, each), machine.throughput(load, k, each)))
+            per_token, throughput = machine.time_per_token_ms(load, k, each), machine.throughput(load, k, each)
+            rows.append(AnswerRow(k, machine.step_ms(load, k), even, per_token, throughput))
     by_load = {}
     for size in _sizes(fits) if known else ():
         at = Load(size, asked.input_len, asked.output_len)
@@ -114,7 +115,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def words(
-    target: Network, deployment: Deployment, plain: Capacity, candidates: Sequence[Candidate], asked: Load, sure: Corrections
+    target: NetworkShape, deployment: Deployment, plain: Capacity, candidates: Sequence[Candidate], asked: Load, sure: Corrections
 ) -> list[str]:
     """Three to eight sentences: what fits, what speculation takes and gives, what to start with, how sure that is."""
     chosen = choose(candidates)
@@ -135,7 +136,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate:
     return max(candidates, key=lambda each: each.best.throughput or 0.0)
 
 
-def _fits(target: Network, deployment: Deployment, plain: Capacity, asked: Load) -> str:
+def _fits(target: NetworkShape, deployment: Deployment, plain: Capacity, asked: Load) -> str:
     tight, many = plain.tightest, deployment.num_devices
     split = f"{many} x {deployment.device.name}" + (f" (tp {deployment.tp}, pp {deployment.pp})" if many > 1 else "")
     room = "enough for" if plain.num_requests >= asked.num_requests else "too little for"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from headway.errors import ConfigError, ModelError, unknown_key
 from headway.json_object import JsonObject
 from headway.plan.families import attention_parts, heads, mlp_part
-from headway.plan.network import KVShape, Layer, Network, Part, table
+from headway.plan.network import KVShape, LayerShape, NetworkShape, Part, table
 
 METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "ngram", "suffix")
 LOOKUPS = ("ngram", "suffix")
@@ -27,7 +27,7 @@ class Drafting:
     """network: None for lookups. num_passes_for: passes of the network for k draft tokens. model: as the user named it."""
 
     method: str
-    network: Network | None = None
+    network: NetworkShape | None = None
     model: str | None = None
 
     def num_passes(self, k: int) -> int:
@@ -43,7 +43,7 @@ def method_of(raw: JsonObject) -> str:
     return found or ("medusa" if raw.has("medusa_num_heads") else "draft_model")
 
 
-def build(method: str, target: Network, raw: JsonObject | None, model: str | None, draft: Network | None, k: int) -> Drafting:
+def build(method: str, target: NetworkShape, raw: JsonObject | None, model: str | None, draft: NetworkShape | None, k: int) -> Drafting:
     """The drafter of this method for this target.
 
     raw, draft  the config.json of its network and, for draft_model, the network; None: a head of the target's own shape is assumed
@@ -69,24 +69,24 @@ def build(method: str, target: Network, raw: JsonObject | None, model: str | Non
     return Drafting(method, _eagle(target, raw, method), model)
 
 
-def _padding(target: Network) -> int:
+def _padding(target: NetworkShape) -> int:
     """Output layers of one family are padded to different round sizes."""
     return target.vocab_size // 100
 
 
-def _shared(target: Network) -> tuple[Part, ...]:
+def _shared(target: NetworkShape) -> tuple[Part, ...]:
     """The target's own tables; the last is the one that logits are made with."""
     return tuple(part for part in (target.embedding, target.head) if part is not None)
 
 
-def _mtp(target: Network) -> Network:
+def _mtp(target: NetworkShape) -> NetworkShape:
     if not target.mtp:
         raise ConfigError(f"{target.name} has no layers for multi-token prediction (num_nextn_predict_layers)")
     name = f"{target.name}'s MTP layer"
     return replace(target, name=name, layers=target.mtp, embedding=None, head=None, beside=(), shares=_shared(target), mtp=(), notes=())
 
 
-def _medusa(target: Network, raw: JsonObject | None, k: int) -> Network:
+def _medusa(target: NetworkShape, raw: JsonObject | None, k: int) -> NetworkShape:
     """Per head one residual layer and an output layer of its own."""
     hidden, num_layers, num_heads, vocab = target.hidden_size, 1, k, target.vocab_size
     if raw is not None:
@@ -100,7 +100,7 @@ def _medusa(target: Network, raw: JsonObject | None, k: int) -> Network:
     )  # fmt: skip
 
 
-def _eagle(target: Network, raw: JsonObject | None, method: str) -> Network:
+def _eagle(target: NetworkShape, raw: JsonObject | None, method: str) -> NetworkShape:
     """A fusion of the target's hidden states with the embedding, one Llama layer, and for EAGLE-3 an output layer of fewer tokens."""
     if raw is None:
         return _assumed_eagle(target, method)
@@ -115,7 +115,7 @@ def _eagle(target: Network, raw: JsonObject | None, method: str) -> Network:
     return _eagle_network(target, method, hidden, width, attends, num_layers, vocab, _normed_features(raw))
 
 
-def _assumed_eagle(target: Network, method: str) -> Network:
+def _assumed_eagle(target: NetworkShape, method: str) -> NetworkShape:
     """Heads are published with the target's own width: a Llama layer, and heads of 128 values in groups of four."""
     hidden = target.hidden_size
     num_heads = max(1, hidden // 128)
@@ -130,15 +130,15 @@ def _normed_features(raw: JsonObject) -> int:
 
 
 def _eagle_network(
-    target: Network, method: str, hidden: int, width: int, attends: tuple[int, int, int], num_layers: int, vocab: int, normed: int
-) -> Network:
+    target: NetworkShape, method: str, hidden: int, width: int, attends: tuple[int, int, int], num_layers: int, vocab: int, normed: int
+) -> NetworkShape:
     num_heads, num_kv_heads, head_dim = attends
     third = method == "eagle3"
     inputs = 2 * hidden if third else hidden
     features = NUM_FEATURES * target.hidden_size if third else target.hidden_size + hidden
     kv = KVShape(num_kv_heads, 2 * head_dim, 2 * num_heads * head_dim)
     layers = tuple(
-        Layer(
+        LayerShape(
             (*attention_parts(inputs if i == 0 else hidden, hidden, num_heads, num_kv_heads, head_dim), mlp_part(hidden, width),
              Part((3 if third else 2) * hidden, max_split=1, is_linear=False)), kv, 3 * width,
         )
@@ -147,7 +147,7 @@ def _eagle_network(
     fusion = [Part(features * hidden, max_split=1), Part(hidden + normed * target.hidden_size, max_split=1, is_linear=False)]
     head = table(vocab, hidden) if third else None
     shares = _shared(target)[:1] if third else _shared(target)
-    return Network(
+    return NetworkShape(
         name=f"{method} head", model_type=method, hidden_size=hidden, vocab_size=vocab, num_heads=num_heads,
         max_position=target.max_position, bytes_per_value=target.bytes_per_value, layers=layers, embedding=None, head=head,
         beside=tuple(fusion), shares=shares,

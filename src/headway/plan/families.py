@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from headway.errors import ModelError, unknown_key
 from headway.json_object import JsonObject
-from headway.plan.network import KVShape, Layer, Network, Part, table
+from headway.plan.network import KVShape, LayerShape, NetworkShape, Part, table
 from headway.plan.quantization import of_config
 
 MOST = 1 << 31
@@ -36,11 +36,11 @@ class Family:
     sinks: bool = False
     head_dim: int | None = None
     windows: Callable[[JsonObject, int], list[int | None]] | None = None
-    experts: Callable[[JsonObject, int], list[Experts | None]] | None = None
+    experts: Callable[[JsonObject, int], list[ExpertShape | None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertShape:
     """The routed experts of a layer, and what every token passes beside them. width: values between the halves of one expert's MLP."""
 
     num: int
@@ -81,37 +81,37 @@ def _windows_of_qwen(raw: JsonObject, num_layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in raw.list_of(str, "layer_types", default)]
 
 
-def _mixtral(raw: JsonObject, num_layers: int) -> list[Experts | None]:
-    found = Experts(raw.integer("num_local_experts", 8, least=1), raw.integer("num_experts_per_tok", 2, least=1),
+def _mixtral(raw: JsonObject, num_layers: int) -> list[ExpertShape | None]:
+    found = ExpertShape(raw.integer("num_local_experts", 8, least=1), raw.integer("num_experts_per_tok", 2, least=1),
                     raw.integer("intermediate_size", least=1))
     return [found] * num_layers
 
 
-def _gpt_oss(raw: JsonObject, num_layers: int) -> list[Experts | None]:
-    found = Experts(raw.integer("num_local_experts", 128, least=1), raw.integer("num_experts_per_tok", 4, least=1),
+def _gpt_oss(raw: JsonObject, num_layers: int) -> list[ExpertShape | None]:
+    found = ExpertShape(raw.integer("num_local_experts", 128, least=1), raw.integer("num_experts_per_tok", 4, least=1),
                     raw.integer("intermediate_size", least=1), bias=True)
     return [found] * num_layers
 
 
-def _olmoe(raw: JsonObject, num_layers: int) -> list[Experts | None]:
-    found = Experts(raw.integer("num_experts", 64, least=1), raw.integer("num_experts_per_tok", 8, least=1),
+def _olmoe(raw: JsonObject, num_layers: int) -> list[ExpertShape | None]:
+    found = ExpertShape(raw.integer("num_experts", 64, least=1), raw.integer("num_experts_per_tok", 8, least=1),
                     raw.integer("intermediate_size", least=1))
     return [found] * num_layers
 
 
-def _qwen_moe(raw: JsonObject, num_layers: int) -> list[Experts | None]:
+def _qwen_moe(raw: JsonObject, num_layers: int) -> list[ExpertShape | None]:
     shared = raw.integer("shared_expert_intermediate_size", 0)
-    found = Experts(raw.integer("num_experts", least=0), raw.integer("num_experts_per_tok", least=1),
+    found = ExpertShape(raw.integer("num_experts", least=0), raw.integer("num_experts_per_tok", least=1),
                     raw.integer("moe_intermediate_size", least=1), shared, shared > 0)
     dense, step = set(raw.list_of(int, "mlp_only_layers", [])), raw.integer("decoder_sparse_step", 1, least=1)
     return [found if found.num and i not in dense and (i + 1) % step == 0 else None for i in range(num_layers)]
 
 
-def _deepseek(raw: JsonObject, num_layers: int) -> list[Experts | None]:
+def _deepseek(raw: JsonObject, num_layers: int) -> list[ExpertShape | None]:
     if not raw.has("n_routed_experts"):
         return [None] * num_layers
     width = raw.integer("moe_intermediate_size", least=1)
-    found = Experts(raw.integer("n_routed_experts", least=1), raw.integer("num_experts_per_tok", least=1), width,
+    found = ExpertShape(raw.integer("n_routed_experts", least=1), raw.integer("num_experts_per_tok", least=1), width,
                     raw.integer("n_shared_experts", 0) * width)
     first, step = raw.integer("first_k_dense_replace", 0), raw.integer("moe_layer_freq", 1, least=1)
     return [found if i >= first and i % step == 0 else None for i in range(num_layers)]
@@ -150,7 +150,7 @@ FAMILIES = {
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
-def read(raw: JsonObject, name: str, dtype: str = "auto") -> Network:
+def read(raw: JsonObject, name: str, dtype: str = "auto") -> NetworkShape:
     """The network that a config.json describes. dtype: "auto" is what it says, 16 bits where it says float32 (servers' default).
 
     Raises ModelError for a `model_type` that is not known, and for a key that is missing or cannot be.
@@ -174,7 +174,7 @@ def read(raw: JsonObject, name: str, dtype: str = "auto") -> Network:
     tied = raw.flag("tie_word_embeddings", outer.flag("tie_word_embeddings", family.tied))
     num_mtp = raw.integer("num_nextn_predict_layers", 0, most=64)
     mtp = tuple(_mtp_layer(layers[-1], hidden) for _ in range(num_mtp))
-    return Network(
+    return NetworkShape(
         name=name, model_type=model_type, hidden_size=hidden, vocab_size=vocab,
         num_heads=raw.integer("num_attention_heads", least=1), max_position=raw.integer("max_position_embeddings", 1 << 20, least=1),
         bytes_per_value=_bytes_per_value(raw, outer, dtype), layers=layers, embedding=table(vocab, hidden),
@@ -189,7 +189,7 @@ def _bytes_per_value(raw: JsonObject, outer: JsonObject, dtype: str) -> float:
     return 2.0 if said == "float32" else BYTES.get(said, 2.0)
 
 
-def _layer(raw: JsonObject, family: Family, attention: _Attention, window: int | None, experts: Experts | None) -> Layer:
+def _layer(raw: JsonObject, family: Family, attention: _Attention, window: int | None, experts: ExpertShape | None) -> LayerShape:
     hidden = raw.integer("hidden_size", least=1)
     parts, kv = attention(raw, family, window)
     norms = [_norm(hidden * family.num_norms)]
@@ -198,7 +198,7 @@ def _layer(raw: JsonObject, family: Family, attention: _Attention, window: int |
         mlp, mlp_width = _mlp(hidden, width, raw.flag("mlp_bias", False)), 3 * width
     else:
         mlp, mlp_width = _expert_parts(hidden, experts), 3 * (experts.width * experts.per_token + experts.shared_width)
-    return Layer((*parts, *mlp, *norms), kv, mlp_width)
+    return LayerShape((*parts, *mlp, *norms), kv, mlp_width)
 
 
 _Attention = Callable[[JsonObject, Family, "int | None"], "tuple[list[Part], KVShape]"]
@@ -268,7 +268,7 @@ def mlp_part(hidden: int, width: int) -> Part:
     return Part(3 * hidden * width)
 
 
-def _expert_parts(hidden: int, experts: Experts) -> list[Part]:
+def _expert_parts(hidden: int, experts: ExpertShape) -> list[Part]:
     each = 3 * hidden * experts.width + (2 * experts.width + hidden) * experts.bias
     parts = [
         Part(experts.num * each, num_experts=experts.num, experts_per_token=experts.per_token),
@@ -281,9 +281,9 @@ def _expert_parts(hidden: int, experts: Experts) -> list[Part]:
     return parts
 
 
-def _mtp_layer(like: Layer, hidden: int) -> Layer:
+def _mtp_layer(like: LayerShape, hidden: int) -> LayerShape:
     """A layer like the last one behind a projection of [embedding, hidden state], with norms for both and one behind (DeepSeek-V3)."""
-    return Layer((*like.parts, Part(2 * hidden * hidden, max_split=1), _norm(3 * hidden)), like.kv, like.mlp_width)
+    return LayerShape((*like.parts, Part(2 * hidden * hidden, max_split=1), _norm(3 * hidden)), like.kv, like.mlp_width)
 
 
 def _norm(size: int) -> Part:

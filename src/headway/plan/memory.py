@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from headway.errors import ConfigError
 from headway.plan.device import GIB, Device
 from headway.plan.drafting import Drafting
-from headway.plan.network import Network, Stage
+from headway.plan.network import NetworkShape, Stage
 from headway.plan.quantization import NAMED, Quantization
 
 # vLLM 0.32 estimates 0.3 to 0.7 GiB for the graphs of an 8B model at its default sizes, before it knows.
@@ -53,7 +53,7 @@ class Deployment:
     def num_devices(self) -> int:
         return self.tp * self.pp
 
-    def kv_bytes_per_value(self, network: Network) -> float:
+    def kv_bytes_per_value(self, network: NetworkShape) -> float:
         return KV_DTYPES[self.kv_dtype] or network.bytes_per_value
 
 
@@ -105,7 +105,7 @@ class Capacity:
 
 
 def measure(
-    target: Network, drafting: Drafting | None, quantization: Quantization | None, deployment: Deployment, k: int, length: int
+    target: NetworkShape, drafting: Drafting | None, quantization: Quantization | None, deployment: Deployment, k: int, length: int
 ) -> Capacity:
     """What fits for requests of `length` tokens, `k` of them drafted at a time. Raises ConfigError for devices that cannot share the heads.
 
@@ -131,7 +131,7 @@ def measure(
     return Capacity(tuple(devices), length, blocks, blocks * block, blocks // -(-held // block))
 
 
-def check_draft_split(draft: Network, deployment: Deployment) -> None:
+def check_draft_split(draft: NetworkShape, deployment: Deployment) -> None:
     """Raises ConfigError when the draft network cannot be divided as asked."""
     if deployment.tp % deployment.draft_tp:
         raise ConfigError(f"--draft-tp {deployment.draft_tp} must divide --tp {deployment.tp}")
@@ -139,7 +139,7 @@ def check_draft_split(draft: Network, deployment: Deployment) -> None:
 
 
 def _devices(
-    index: int, stage: Stage, draft: Network | None, quantization: Quantization | None, deployment: Deployment, k: int
+    index: int, stage: Stage, draft: NetworkShape | None, quantization: Quantization | None, deployment: Deployment, k: int
 ) -> Iterator[DeviceMemory]:
     """One entry per kind of device of the `index`-th stage: on the last one those with the draft first."""
     network, tp = stage.network, deployment.tp
@@ -190,7 +190,7 @@ def _kv_of_request(stage: Stage, device: DeviceMemory, deployment: Deployment, l
 
 
 def smallest_changes(
-    target: Network, drafting: Drafting | None, quantization: Quantization | None, deployment: Deployment, k: int, length: int
+    target: NetworkShape, drafting: Drafting | None, quantization: Quantization | None, deployment: Deployment, k: int, length: int
 ) -> list[str]:
     """Flags of which each alone makes one request fit, the least of each kind."""
 

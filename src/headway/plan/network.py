@@ -70,14 +70,14 @@ class KVShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerShape:
     parts: tuple[Part, ...]
     kv: KVShape
     mlp_width: int              # values per token between the two halves of the widest MLP, gate included
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkShape:
     """A target or a draft network.
 
     layers              in order
@@ -96,13 +96,13 @@ class Network:
     num_heads: int
     max_position: int
     bytes_per_value: float
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerShape, ...]
     embedding: Part | None
     head: Part | None
     beside: tuple[Part, ...] = ()
     shares: tuple[Part, ...] = ()
     quantization: Quantization | None = None
-    mtp: tuple[Layer, ...] = ()
+    mtp: tuple[LayerShape, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -155,8 +155,8 @@ class Network:
 class Stage:
     """Consecutive layers of a network on one rank of its pipeline, and the tables beside them; output: what logits are made with."""
 
-    network: Network
-    layers: tuple[Layer, ...]
+    network: NetworkShape
+    layers: tuple[LayerShape, ...]
     parts: tuple[Part, ...]
     output: tuple[Part, ...]
 

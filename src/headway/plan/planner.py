@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from headway.config import option
 from headway.errors import ConfigError
 from headway.plan import answer, calibration, configs, drafting, families, memory, quantization
-from headway.plan.answer import Acceptance, Candidate
+from headway.plan.answer import Candidate, KnownAcceptance
 from headway.plan.device import THIS_MACHINE, Device
 from headway.plan.drafting import Drafting
 from headway.plan.memory import Capacity, Deployment
-from headway.plan.network import Network
+from headway.plan.network import NetworkShape
 from headway.plan.quantization import Quantization
 from headway.plan.speed import LENGTHS, PUBLISHED, Corrections, Load, Machine
 from headway.telemetry.trace import Trace
@@ -75,7 +75,7 @@ class ServingPlan:
     """What was asked, and the answer. `deployment` is that of the chosen candidate, `model` the name as it was given."""
 
     model: str
-    target: Network
+    target: NetworkShape
     quantization: Quantization | None
     deployment: Deployment
     asked: Load
@@ -114,7 +114,7 @@ def make(model: str, options: PlanOptions, device: Device, traces: Sequence[Trac
     return ServingPlan(model, target, stored, machine.deployment, asked, plain, candidates, machine.corrections, tuple(said))
 
 
-def _draftings(target: Network, options: PlanOptions) -> Iterator[Drafting]:
+def _draftings(target: NetworkShape, options: PlanOptions) -> Iterator[Drafting]:
     """The drafters to compare: one per draft network and one per method that needs none."""
     k, methods = max(options.lengths), list(options.method or ())
     for name in options.draft or ():
@@ -131,7 +131,7 @@ def _draftings(target: Network, options: PlanOptions) -> Iterator[Drafting]:
         yield drafting.build(method, target, None, None, None, k)
 
 
-def _deployment(target: Network, stored: Quantization | None, device: Device, options: PlanOptions) -> Deployment:
+def _deployment(target: NetworkShape, stored: Quantization | None, device: Device, options: PlanOptions) -> Deployment:
     """With the least tensor parallelism that holds all requests, or one where none holds all; as asked where it was asked."""
 
     def with_tp(tp: int) -> Deployment:
@@ -162,7 +162,7 @@ def _draft_tp(each: Drafting, tp: int, options: PlanOptions) -> int:
 
 
 def _fitting(
-    target: Network, each: Drafting | None, stored: Quantization | None, deployment: Deployment, k: int, asked: Load
+    target: NetworkShape, each: Drafting | None, stored: Quantization | None, deployment: Deployment, k: int, asked: Load
 ) -> Capacity:
     """Raises ConfigError when not one request fits: by how much, and what would make it fit."""
     length = asked.input_len + asked.output_len
@@ -187,14 +187,14 @@ def _spread(machine: Machine, k: int, asked: Load) -> Capacity | None:
     deployment = machine.deployment
     if machine.drafting is None or machine.drafting.network is None or deployment.draft_tp == deployment.tp:
         return None
-    length = asked.input_len + asked.output_len
+    length, shared = asked.input_len + asked.output_len, replace(deployment, draft_tp=deployment.tp)
     try:
-        return memory.measure(machine.target, machine.drafting, machine.quantization, replace(deployment, draft_tp=deployment.tp), k, length)
+        return memory.measure(machine.target, machine.drafting, machine.quantization, shared, k, length)
     except ConfigError:
         return None
 
 
-def _given(text: str | None) -> Acceptance | None:
+def _given(text: str | None) -> KnownAcceptance | None:
     if text is None:
         return None
     try:
@@ -203,9 +203,9 @@ def _given(text: str | None) -> Acceptance | None:
         values = ()
     if not values or not all(0.0 <= value <= 1.0 for value in values):
         raise ConfigError(f"acceptance must be numbers from 0 to 1 separated by commas, got {text!r}")
-    return Acceptance(values, "given", is_measured=True)
+    return KnownAcceptance(values, "given", is_measured=True)
 
 
-def _recorded(traces: Sequence[Trace]) -> Acceptance | None:
+def _recorded(traces: Sequence[Trace]) -> KnownAcceptance | None:
     found = calibration.acceptance(traces)
-    return Acceptance(tuple(found), "recorded", is_measured=True) if found else None
+    return KnownAcceptance(tuple(found), "recorded", is_measured=True) if found else None

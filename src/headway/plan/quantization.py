@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from headway.errors import ConfigError, unknown_key
 from headway.json_object import JsonObject
 
-if TYPE_CHECKING:
-    from headway.plan.network import Part
+
+class Stored(Protocol):
+    """The part of `network.Part` that decides how it is stored."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def is_attention(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class Quantization:
     experts_only: bool = False
     keeps_attention: bool = False
 
-    def bytes_per_value(self, part: Part, otherwise: float) -> float:
+    def bytes_per_value(self, part: Stored, otherwise: float) -> float:
         kept = not part.num_experts if self.experts_only else part.is_attention and self.keeps_attention
         return otherwise if kept else self.bits / 8
 

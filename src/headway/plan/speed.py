@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from headway.plan.drafting import Drafting
 from headway.plan.memory import Deployment
-from headway.plan.network import Network, Stage
+from headway.plan.network import NetworkShape, Stage
 from headway.plan.quantization import Quantization
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8)
@@ -66,7 +66,7 @@ class Load:
 class Machine:
     """Everything that predicts times: the networks on their devices."""
 
-    target: Network
+    target: NetworkShape
     drafting: Drafting | None
     quantization: Quantization | None
     deployment: Deployment
