@@ -26,7 +26,7 @@ def plan(*words: str) -> int:
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert plan(*words, "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)   # Infinity and NaN are no JSON
     return found
 
 

@@ -188,7 +188,7 @@ def _gives(chosen: Candidate) -> list[str]:
     unsure = "; measure yours" if not chosen.acceptance.is_measured else ""
     if chosen.gain < CLEAR_GAIN:
         unsure = "; the gain is too small to be sure of, so measure"
-    return [said, f"It shortens the time per token from an acceptance of {best.break_even or 1.0:.2f} on{unsure}."]
+    return [f"{said} It shortens the time per token from an acceptance of {best.break_even or 1.0:.2f} on{unsure}."]
 
 
 def _switches(chosen: Candidate) -> list[str]:
