@@ -26,7 +26,7 @@ def plan(*words: str) -> int:
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert plan(*words, "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)   # Infinity and NaN are no JSON
     return found
 
 
@@ -72,11 +72,10 @@ def test_several_drafters_are_compared_and_unknown_acceptance_is_said(capsys: py
 
 
 def test_a_smaller_load_is_answered_where_not_all_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(TARGET, "--gpu", "H100", "--tp", "2", "--concurrency", "200", "--input-len", "4000", "--method", "eagle3") == 0
+    assert plan(TARGET, "--gpu", "H200", "--tp", "2", "--concurrency", "200", "--input-len", "4000", "--method", "eagle3") == 0
     out = capsys.readouterr().out
     assert "too little for 200 in flight" in out
     assert "requests would wait" in out
-    assert "a eagle3 head" not in out
     assert "is assumed (--draft names one)" in out
 
 
@@ -93,7 +92,7 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("words", "message"),
     [
         (["--gpu", "H101"], "unknown device 'H101'. Did you mean 'H100'? Accepted: A100-40, A100-80, B200"),
-        (["--tp", "1"], "does not fit on 1 x H100: for one request of 1,152 tokens device 0 needs 134.3 GiB of the 71.2 GiB it may use"),
+        (["--tp", "1"], "on 1 x H100: for one request of 1,152 tokens device 0 needs 134.3 GiB of the 71.2 GiB that may be used, 63.2 GiB"),
         (["--tp", "1"], "it fits with --tp 2 or with --quantization fp8"),
         (["--tp", "4", "--draft", DRAFT, "--draft-tp", "3"], "--draft-tp 3 must divide --tp 4"),
         (["--tp", "3"], "--tp 3 does not divide the 64 attention heads of llama-3.1-70b; possible: 1, 2, 4"),

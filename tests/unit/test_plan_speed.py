@@ -87,7 +87,7 @@ def test_more_devices_are_faster_and_pay_for_talking() -> None:
     assert times == sorted(times, reverse=True)
     assert times[0] / times[3] < 8
     slow = machine(models.LLAMA_70B, "L40S", tp=8)
-    assert slow._communication_ms(slow.target.stage(0, 1), 8, 512) > 0.2 * slow.step_ms(Load(512, 1, 1), 0)
+    assert slow.target_parts(512, 512, 512, 512).communication > 0.2 * slow.step_ms(Load(512, 1, 1), 0)
 
 
 def test_a_pipeline_shortens_nobody_s_step() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,4 +100,4 @@ def _this_machine() -> Device:
 
     found = roofline.measure_device()
     # There is one: what a link would do is not asked.
-    return Device(THIS_MACHINE, found.memory_bytes, found.bandwidth, {"bf16": found.flops}, math.inf, 0.0, "measured", found.is_cpu)
+    return Device(THIS_MACHINE, found.memory_bytes, found.bandwidth, {"bf16": found.flops}, 0.0, 0.0, "measured", found.is_cpu)

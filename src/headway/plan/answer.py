@@ -152,11 +152,11 @@ def _takes(deployment: Deployment, plain: Capacity, chosen: Candidate) -> list[s
     if drafting.network is None:
         return [f"{drafting.method} takes no memory of the device."]
     with_draft = next(device for device in capacity.devices if device.draft_weights)
+    kv = f" and {with_draft.draft_kv_per_token / 1024:.1f} KiB per token" if with_draft.draft_kv_per_token else ""
     lost = 1.0 - capacity.num_tokens / max(1, plain.num_tokens)
     said = (
-        f"Speculation takes {size(with_draft.draft_weights)} for {drafting.network.name} and "
-        f"{with_draft.draft_kv_per_token / 1024:.1f} KiB per token on {with_draft.name}: {lost:.1%} of the tokens "
-        f"({capacity.num_tokens:,} left, {capacity.num_requests:,} requests)"
+        f"Speculation takes {size(with_draft.draft_weights)} for {drafting.network.name}{kv} on {with_draft.name}: {lost:.1%} of the "
+        f"tokens ({capacity.num_tokens:,} left, {capacity.num_requests:,} requests)"
     )
     unused = [(device, capacity.idle(device, deployment.block_size)) for device in capacity.devices]
     device, most = max(unused, key=lambda pair: pair[1])
@@ -189,7 +189,7 @@ def _gives(chosen: Candidate) -> list[str]:
     unsure = "; measure yours" if not chosen.acceptance.is_measured else ""
     if chosen.gain < CLEAR_GAIN:
         unsure = "; the gain is too small to be sure of, so measure"
-    return [said, f"It shortens the time per token from an acceptance of {best.break_even or 1.0:.2f} on{unsure}."]
+    return [f"{said} It shortens the time per token from an acceptance of {best.break_even or 1.0:.2f} on{unsure}."]
 
 
 def _switches(chosen: Candidate) -> list[str]:
@@ -212,4 +212,6 @@ def _start(deployment: Deployment, chosen: Candidate, asked: Load) -> str:
 
 
 def size(num_bytes: float) -> str:
+    if num_bytes == 0:
+        return "0"
     return f"{num_bytes / GIB:.1f} GiB" if abs(num_bytes) >= GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"

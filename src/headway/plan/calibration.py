@@ -62,15 +62,14 @@ def acceptance(traces: Sequence[Trace]) -> list[float]:
 
 
 def _columns(steps: Sequence[TraceStep], machine: Machine) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """(memory, products, measured without drafting), in milliseconds, one entry per step."""
-    pp, tp = machine.deployment.pp, machine.deployment.tp
-    stages = [machine.target.stage(i, pp) for i in range(pp)]
+    """(memory, products, measured without drafting and communication), in milliseconds, one entry per step."""
     rows = []
     for step in steps:
         fb = step.feedback
-        shape = (max(1, fb.num_rows), fb.num_tokens, fb.num_context_tokens, sum(1 + seq.num_drafts for seq in fb.sequences))
-        parts = [machine.loads_ms(stage, tp, machine.quantization, *shape) for stage in stages]
-        rows.append((sum(part[0] for part in parts), sum(part[1] for part in parts), fb.step_ms - fb.draft_ms))
+        parts = machine.target_parts(
+            max(1, fb.num_rows), fb.num_tokens, fb.num_context_tokens, sum(1 + seq.num_drafts for seq in fb.sequences)
+        )
+        rows.append((parts.memory, parts.compute, fb.step_ms - fb.draft_ms - parts.communication))
     table = np.array(rows, dtype=np.float64)
     return table[:, 0], table[:, 1], np.maximum(table[:, 2], 1e-3)
 

@@ -122,7 +122,7 @@ def _assumed_eagle(target: NetworkShape, method: str) -> NetworkShape:
     attends = (num_heads, max(1, num_heads // 4), hidden // num_heads)
     width = int(3.5 * hidden)
     found = _eagle_network(target, method, hidden, width, attends, 1, min(EAGLE3_VOCABULARY, target.vocab_size), 0)
-    return replace(found, notes=(f"no head is named: a {method} head of one layer, {hidden} wide, is assumed (--draft names one)",))
+    return replace(found, notes=(f"no head is named: {method} with one layer, {hidden} wide, is assumed (--draft names one)",))
 
 
 def _normed_features(raw: JsonObject) -> int:

@@ -105,9 +105,7 @@ def make(model: str, options: PlanOptions, device: Device, traces: Sequence[Trac
         machine = Machine(target, each, stored, replace(deployment, draft_tp=_draft_tp(each, deployment.tp, options)), PUBLISHED)
         if traces:
             machine = replace(machine, corrections=calibration.corrections(traces, machine))
-        capacity = _fitting(target, each, stored, machine.deployment, max(options.lengths), asked)
-        candidate = answer.consider(machine, capacity, given or answer.ASSUMED[each.method], asked, options.lengths)
-        found.append((replace(candidate, spread=_spread(machine, max(options.lengths), asked)), machine))
+        found.append((_candidate(machine, given or answer.ASSUMED[each.method], asked, options.lengths), machine))
     candidates = tuple(candidate for candidate, _ in found)
     machine = next(machine for candidate, machine in found if candidate is answer.choose(candidates))
     said = answer.words(target, machine.deployment, plain, candidates, asked, machine.corrections)
@@ -177,9 +175,20 @@ def _fitting(
     advice = f"it fits with {' or with '.join(changes)}" if changes else combine
     raise ConfigError(
         f"{what} does not fit on {deployment.num_devices} x {deployment.device.name}: for one request of {length:,} tokens {tight.name} "
-        f"needs {answer.size(tight.taken + tight.kv_room + missing)} of the {answer.size(tight.usable)} it may use, "
-        f"{answer.size(missing)} too much; {advice}"
+        f"{'needs' if tight.count == 1 else 'need'} {answer.size(tight.usable + missing)} of the {answer.size(tight.usable)} that may be "
+        f"used, {answer.size(missing)} too much; {advice}"
     )
+
+
+def _candidate(machine: Machine, acceptance: Acceptance, asked: Load, lengths: Sequence[int]) -> Candidate:
+    """What a length takes of the memory is known once the length is: the shortest one says how many requests to choose it for."""
+
+    def with_room_for(k: int) -> Candidate:
+        capacity = _fitting(machine.target, machine.drafting, machine.quantization, machine.deployment, k, asked)
+        return replace(answer.consider(machine, capacity, acceptance, asked, lengths), spread=_spread(machine, k, asked))
+
+    first = with_room_for(lengths[1])
+    return first if first.best.k <= lengths[1] else with_room_for(first.best.k)
 
 
 def _spread(machine: Machine, k: int, asked: Load) -> Capacity | None:

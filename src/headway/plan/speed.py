@@ -63,6 +63,15 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Milliseconds at the device's own figures: of its memory, of its products, of the sums between devices."""
+
+    memory: float
+    compute: float
+    communication: float
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Everything that predicts times: the networks on their devices."""
 
@@ -77,16 +86,17 @@ class Machine:
         return self.verify_ms(load.num_requests, load.num_requests * (1 + k), load.num_requests * load.context) + self.draft_ms(load, k)
 
     def verify_ms(self, num_rows: float, num_tokens: float, num_context: float, num_sampled: float | None = None) -> float:
-        """One pass of the target: tokens of all rows together, and the context of all rows together."""
-        sampled = num_tokens if num_sampled is None else num_sampled
+        """One pass of the target: tokens of all rows together, and the context of all rows together; sampled: positions with logits."""
+        parts = self.target_parts(num_rows, num_tokens, num_context, num_tokens if num_sampled is None else num_sampled)
+        return self.corrections.fixed_ms + self._corrected(parts)
+
+    def target_parts(self, num_rows: float, num_tokens: float, num_context: float, num_sampled: float) -> Parts:
+        """What the pass of `verify_ms` is made of. A pipeline works on as many parts of a batch as it has stages, at the slowest's pace."""
         pp = self.deployment.pp
-        # A pipeline works on as many parts of the batch as it has stages: what one part waits for is the slowest stage.
-        stages = [
-            self._pass_ms(self.target.stage(i, pp), self.deployment.tp, self.quantization, num_rows / pp, num_tokens / pp, num_context / pp,
-                          sampled / pp)
-            for i in range(pp)
-        ]  # fmt: skip
-        return pp * max(stages) + self.corrections.fixed_ms
+        share = (num_rows / pp, num_tokens / pp, num_context / pp, num_sampled / pp)
+        stages = [self._parts(self.target.stage(i, pp), self.deployment.tp, self.quantization, *share) for i in range(pp)]
+        slowest = max(stages, key=lambda parts: parts.memory + parts.compute)
+        return Parts(pp * slowest.memory, pp * slowest.compute, pp * slowest.communication)
 
     def draft_ms(self, load: Load, k: int) -> float:
         """k draft tokens for every request."""
@@ -95,7 +105,8 @@ class Machine:
         if self.drafting.network is None:
             return self.corrections.lookup_ms
         stage, batch = self.drafting.network.stage(0, 1), load.num_requests
-        each = self._pass_ms(stage, self.deployment.draft_tp, self.drafting.network.quantization, batch, batch, batch * load.context, batch)
+        quantization = self.drafting.network.quantization
+        each = self._corrected(self._parts(stage, self.deployment.draft_tp, quantization, batch, batch, batch * load.context, batch))
         launches = 0.1 * self.corrections.fixed_ms   # a small network in a graph: a fraction of what a step has around it
         return self.drafting.num_passes(k) * (each + launches) * self.corrections.draft_scale
 
@@ -104,37 +115,31 @@ class Machine:
         whole = self.verify_ms(1, num_tokens, num_tokens / 2 * max(1.0, num_tokens / self.deployment.max_num_batched_tokens), 1)
         if drafted and self.drafting is not None and self.drafting.network is not None:
             network = self.drafting.network
-            whole += self._pass_ms(network.stage(0, 1), self.deployment.draft_tp, network.quantization, 1, num_tokens, num_tokens / 2, 1)
+            own = self._parts(network.stage(0, 1), self.deployment.draft_tp, network.quantization, 1, num_tokens, num_tokens / 2, 1)
+            whole += self._corrected(own)
         return whole
 
-    def _pass_ms(
-        self, stage: Stage, tp: int, quantization: Quantization | None, rows: float, tokens: float, context: float, sampled: float
-    ) -> float:
-        memory, compute = self.loads_ms(stage, tp, quantization, rows, tokens, context, sampled)
-        own = math.hypot(memory / self.corrections.bandwidth, compute / self.corrections.compute)
-        return own + self._communication_ms(stage, tp, tokens)
+    def _corrected(self, parts: Parts) -> float:
+        return math.hypot(parts.memory / self.corrections.bandwidth, parts.compute / self.corrections.compute) + parts.communication
 
-    def loads_ms(
+    def _parts(
         self, stage: Stage, tp: int, quantization: Quantization | None, rows: float, tokens: float, context: float, sampled: float
-    ) -> tuple[float, float]:
-        """(time of the memory, time of the products) of one pass at the device's own figures."""
+    ) -> Parts:
+        """One pass of a stage, at the device's own figures."""
         device, network = self.deployment.device, stage.network
         kv_bytes = self.deployment.kv_bytes_per_value(network)
         each, attended = context / max(rows, 1e-9), tokens / max(rows, 1e-9)
         kept = [(layer.kv, layer.kv.num_tokens(each)) for layer in stage.layers]
         read = sum(kv.values_per_token(tp) * length for kv, length in kept) * rows * kv_bytes
-        memory = stage.bytes_read(tp, quantization, tokens) + read
+        memory = (stage.bytes_read(tp, quantization, tokens) + read) / device.bandwidth
         products = 2.0 * stage.multiply_adds(tp, tokens, sampled)
         attention = 2.0 * sum(kv.attention_width * length for kv, length in kept) * rows * attended / tp
         compute = products / device.peak(quantization.compute if quantization else "bf16") + attention / device.peak("bf16")
-        return memory / device.bandwidth * 1e3, compute * 1e3
-
-    def _communication_ms(self, stage: Stage, tp: int, tokens: float) -> float:
-        if tp == 1:
-            return 0.0
-        device, network = self.deployment.device, stage.network
-        moved = 2 * (tp - 1) / tp * tokens * network.hidden_size * network.bytes_per_value
-        return SUMS_PER_LAYER * len(stage.layers) * (device.link_s + moved / device.link_bytes) * 1e3
+        communication = 0.0
+        if tp > 1:
+            moved = 2 * (tp - 1) / tp * tokens * network.hidden_size * network.bytes_per_value
+            communication = SUMS_PER_LAYER * len(stage.layers) * (device.link_s + moved / device.link_bytes)
+        return Parts(memory * 1e3, compute * 1e3, communication * 1e3)
 
     # -- what it means --------------------------------------------------------------------------------------------------
 
