@@ -28,7 +28,8 @@ LAYERS = {
     "drafters": 4,
     "engine": 5,
     "llm": 6, "server": 6, "bench": 6, "tune": 6, "train": 6, "simulate": 6, "vllm": 6,
-    "cli": 7,   # a front room that may open the other front rooms' doors
+    "audit": 7,   # over bench's HTTP client
+    "cli": 8,   # a front room that may open the other front rooms' doors
 }
 # vLLM brings its own engine and models.
 FORBIDDEN = {("vllm", "engine"), ("vllm", "models")}
@@ -185,7 +186,7 @@ except SystemExit as end:
     "words",
     [
         "", "serve", "generate", "chat", "bench", "bench throughput", "bench serve", "bench compare", "bench sweep", "tune", "replay",
-        "top", "pull", "list", "vllm", "vllm config", "vllm check", "config",
+        "audit", "top", "pull", "list", "vllm", "vllm config", "vllm check", "config",
     ],
 )
 def test_help_needs_no_torch(words: str) -> None:

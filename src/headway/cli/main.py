@@ -1,8 +1,8 @@
 """`headway COMMAND ...`: one module per command, each with `add_arguments(parser)` and `main(args) -> int`.
 
 Only the command that was asked for is imported, and what is heavy (torch, the server) is imported inside its `main`, so that help
-is instant. Exit codes: 0 done, 1 a benchmark whose numbers do not count or output that could not be written, 2 bad input,
-130 interrupted, 141 the reader went away.
+is instant. Exit codes: 0 done, 1 a benchmark whose numbers do not count, a fault that an audit found, or output that could not be written,
+2 bad input, 130 interrupted, 141 the reader went away.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "measure throughput and latency",
     "tune": "find the k of each load by measuring, and write it for Headway, vLLM, SGLang, TensorRT-LLM and llama.cpp",
     "replay": "decide a recorded trace again by another policy, without a model",
+    "audit": "test whether a server's output is the same with speculation as without: Headway, vLLM, SGLang, llama.cpp",
     "top": "watch a running server: load, speed, speculation",
     "train": "train a speculator for a model",
     "pull": "download a model and print its directory",
