@@ -46,15 +46,11 @@ def _log_factors(step: int, allowance: float) -> FloatArray:
     size = np.array(DIFFERENCES)
     low, high = np.clip(p - size / 2, LEAST, 1 - LEAST), np.clip(p + size / 2, LEAST, 1 - LEAST)
     ours, theirs = np.concatenate([low, high]), np.concatenate([high, low])
-    null_low = _nearest(low, high, allowance)
-    null_high = null_low + allowance
-    half = len(DIFFERENCES)
+    silent = high - low <= allowance   # the null allows what the wager says
+    null_low = np.where(silent, low, _nearest(low, high, allowance))
+    null_high = np.where(silent, high, null_low + allowance)
     null_ours, null_theirs = np.concatenate([null_low, null_high]), np.concatenate([null_high, null_low])
-    factors = _log_likelihoods(ours, theirs) - _log_likelihoods(null_ours, null_theirs)
-    silent = np.tile(high - low <= allowance, 2)   # the null allows what the wager says
-    factors[silent] = 0.0
-    assert len(factors) == 2 * half
-    return factors
+    return _log_likelihoods(ours, theirs) - _log_likelihoods(null_ours, null_theirs)
 
 
 def _log_likelihoods(a: FloatArray, b: FloatArray) -> FloatArray:
@@ -62,7 +58,7 @@ def _log_likelihoods(a: FloatArray, b: FloatArray) -> FloatArray:
 
 
 def _nearest(low: FloatArray, high: FloatArray, allowance: float) -> FloatArray:
-    """The t for which (t, t + allowance) is nearest to (low, high) in relative entropy, where these differ by more."""
+    """The t for which (t, t + allowance) is nearest to (low, high) in relative entropy, for those that differ by more."""
     if allowance == 0.0:
         return (low + high) / 2
     left, right = low.copy(), np.maximum(low, high - allowance)   # the slope changes its sign between them

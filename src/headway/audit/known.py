@@ -54,11 +54,12 @@ class KnownSamples:
         self.later = {kind: WagerBook() for kind in KINDS}
         self.by_prompt = {(i, kind): WagerBook() for i in range(num_prompts) for kind in KINDS}
         self.control = {kind: WagerBook() for kind in KINDS}
-        self.num_samples = 0
+        self.num_samples = self.num_control = 0
         self._ambiguous: set[str] = set()   # strings that were told with different probabilities after one text
 
     def learn(self, prompt: int, text: str, paths: Sequence[Path], logprobs: Sequence[Sequence[float]]) -> None:
         """Takes in plain samples: what they tell is used from now on; what was known before is held against them."""
+        self.num_control += len(paths)
         self._settle(prompt, text, paths, lambda path, kind: [self.control[kind]])
         for path, values in zip(paths, logprobs, strict=True):
             for i, (token, value) in enumerate(zip(path, values, strict=False)):

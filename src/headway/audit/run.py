@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,15 +51,20 @@ class Report:
         return [result for result in self.results if result.status == FAULT]
 
 
-async def audit(target: Target, minutes: float, seed: int, say: Say) -> Report:
-    """Raises ConfigError when the servers cannot be asked, or when there was nothing to audit: not one token was drafted."""
+async def audit(target: Target, minutes: float, seed: int, say: Say, fail_fast: bool = False) -> Report:
+    """`fail_fast`: ends at the first fault.
+
+    Raises ConfigError when the servers cannot be asked, or when there was nothing to audit: not one token was drafted.
+    """
     began = time.monotonic()
     report = Report(target, seed)
     try:
         session, drafting = await open_session(target, minutes, seed)
         before = await drafting.num_drafted()
-        async for result in checks(session, say):
+        async for result in checks(session, say, fail_fast):
             report.results.append(result)
+            if fail_fast and result.status == FAULT:
+                break
         after = await drafting.num_drafted()
     except RequestFailed as error:
         raise ConfigError(f"the audit broke off: {error}") from error
@@ -93,8 +98,8 @@ async def open_session(target: Target, minutes: float, seed: int) -> tuple[Sessi
     return Session(plain, speculative, random.Random(seed), ends, salted=salted, neutral=neutral), speculative
 
 
-async def checks(session: Session, say: Say) -> Any:
-    """Every check's result, in turn. Sampled checks get what time is left."""
+async def checks(session: Session, say: Say, fail_fast: bool = False) -> AsyncIterator[CheckResult]:
+    """Every check's result, in turn. Sampled checks get what time is left, or with `fail_fast` until one has found a fault."""
     say("noise of plain decoding")
     yield await greedy.measure_noise(session)
     say("greedy text")
@@ -107,20 +112,22 @@ async def checks(session: Session, say: Say) -> Any:
         say(name)
         yield await check(session)
     sampled = [SampledCheck(setting, session) for setting in SETTINGS]
-    await run_sampled(sampled, session, say)
+    await run_sampled(sampled, session, say, fail_fast)
     for each in sampled:
         yield each.result()
     yield anticipation(sampled[0])
 
 
-async def run_sampled(sampled: list[SampledCheck], session: Session, say: Say) -> None:
-    """Batch after batch until every check is done or time is up.
+async def run_sampled(sampled: list[SampledCheck], session: Session, say: Say, fail_fast: bool = False) -> None:
+    """Batch after batch until every check is done or time is up; what is suspected then is confirmed or dropped.
 
     Every other batch goes to the check that has had least time, with the first one, which looks closest, counted a third; the rest to the
     check that doubts most.
     """
     turn = 0
     while session.seconds_left() > 0 and (open_checks := [check for check in sampled if not check.done]):
+        if fail_fast and any(check.found for check in sampled):
+            break
         if turn % 40 == 0:
             texts = sum(sum(each.test.num_samples) for each in sampled)
             say(f"sampling: {texts} texts and more, {session.seconds_left() / 60:.1f} minutes left")
@@ -128,6 +135,8 @@ async def run_sampled(sampled: list[SampledCheck], session: Session, say: Say) -
         patient = min(open_checks, key=lambda each: each.seconds / (3 if each is sampled[0] else 1))
         await (max(open_checks, key=SampledCheck.log_evidence) if doubts else patient).step()
         turn += 1
+    while sampled[0].pending:   # plain samples only: their number is bounded
+        await sampled[0].step()
 
 
 async def _switch(side: Side) -> Mapping[str, Any]:

@@ -76,17 +76,23 @@ class SampledCheck:
         return float(np.logaddexp(self.test.log_evidence(), known.log_evidence())) - math.log(2)
 
     @property
+    def pending(self) -> bool:
+        """Whether a fault by told probabilities waits for the control: as many plain samples must have agreed with these."""
+        known = self._trusted()
+        return known is not None and known.num_control < known.num_samples and self.log_evidence() >= math.log(THRESHOLD)
+
+    @property
     def found(self) -> bool:
-        return self.too_long is not None or self.log_evidence() >= math.log(THRESHOLD)
+        return self.too_long is not None or (self.log_evidence() >= math.log(THRESHOLD) and not self.pending)
 
     @property
     def done(self) -> bool:
-        return self.refused is not None or self.found or self.detectable <= TARGET
+        return self.refused is not None or self.found or (self.detectable <= TARGET and not self.pending)
 
     @property
     def detectable(self) -> float:
         """The difference in the probability of the likeliest token after the first that would have been found."""
-        books = [each.first[PEEKED] if self.setting.of_length else each.later[PEEKED] for each in (self.test, self._trusted()) if each]
+        books = [each.later[PEEKED] for each in (self.test, self._trusted()) if each]
         return detectable(max(book.sharpness for book in books), THRESHOLD, 4 * len(KINDS))
 
     async def step(self) -> None:
@@ -106,6 +112,10 @@ class SampledCheck:
             index = max(range(NUM_PROMPTS), key=self._prompt_evidence)
         self.batches += 1
         text, known = self.prompts[index], self._trusted()
+        if known is not None and self.pending:
+            found = await self._ask(self.session.plain, index)
+            known.learn(index, text, [self._path(each) for each in found], [each.logprobs for each in found])
+            return
         if known is not None and self.batches > FIRST_BATCHES and self.batches % PLAIN_EVERY:
             both = await asyncio.gather(*[self._ask(self.session.speculative, index) for _ in range(2)])
             known.add(index, text, [self._path(each) for side in both for each in side])
@@ -172,8 +182,8 @@ class SampledCheck:
         return await side.complete(self.prompts[index], seed=self.session.fresh_seed(), **self.fields(index))
 
     def _path(self, found: Continuation) -> Path:
-        if self.setting.of_length:
-            return (f"{len(found.tokens)} tokens, {found.finish_reason}",)
+        if self.setting.of_length:   # after each token: does the text end here?
+            return ("goes on",) * (len(found.tokens) - 1) + ((END,) if found.finish_reason == "stop" else ("goes on",))
         tokens = found.tokens or tuple(found.text)
         return (*tokens, END) if found.finish_reason == "stop" else tokens
 
@@ -184,7 +194,7 @@ def _worth(paths: Sequence[Path]) -> float:
     for path in paths:
         for i in range(1, len(path)):
             texts.setdefault(path[:i], Counter())[path[i]] += 1
-    worth = float(len(set(paths))) if max(map(len, paths)) == 1 else 0.0   # lengths
+    worth = 0.0
     for counts in texts.values():
         total, most = counts.total(), max(counts.values())
         if total >= BRANCH:

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain", type=parse_json, metavar="JSON", default=None, help=text)
     parser.add_argument("--budget", type=_minutes, metavar="MINUTES", default=10.0, help="how long it may take (default: 10)")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the requests and of what is tried next (default: 0)")
+    parser.add_argument("--fail-fast", action="store_true", help="end at the first fault")
     parser.add_argument("--api-key", metavar="KEY", default=None, help="sent as a bearer token")
     parser.add_argument("--json", type=Path, metavar="FILE", default=None, help="write the report as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", default=None, help="write the report as JUnit's XML")
@@ -54,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path.parent} is no directory to write {path.name} to")
     target = Target(args.url, args.plain_url, args.plain, args.api_key)
-    found = run(audit(target, args.budget, args.seed, _say))
+    found = run(audit(target, args.budget, args.seed, _say, args.fail_fast))
     print(forms.page(found))
     for path, form in ((args.json, forms.as_json), (args.junit, forms.as_junit)):
         if path is not None:
