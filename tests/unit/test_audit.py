@@ -12,7 +12,7 @@ import pytest
 from headway.audit import greedy, limits, report
 from headway.audit.records import FAULT, SKIPPED, SOUND, CheckResult, GreedyPair, Session
 from headway.audit.run import Report, Target, checks, verdict
-from headway.audit.sampled import SETTINGS, SampledCheck, anticipation
+from headway.audit.sampled import SETTINGS, SampledCheck, anticipation, survey_prompts
 from headway.audit.side import Continuation, _continuation
 from headway.cli.main import main
 from tests.audit_sides import Simulated, simulated_session
@@ -72,7 +72,8 @@ def test_a_near_tie_is_told_from_a_fault() -> None:
 
 def batches(name: str, count: int, plain: Simulated | None = None, **fault: object) -> SampledCheck:
     """After so many batches, or fewer where a fault was found."""
-    check = SampledCheck(next(setting for setting in SETTINGS if setting.name == name), session(3600, plain, **fault))
+    found = session(3600, plain, **fault)
+    check = SampledCheck(next(setting for setting in SETTINGS if setting.name == name), found, asyncio.run(survey_prompts(found)))
 
     async def run() -> None:
         while check.batches < count and not check.found:

@@ -26,6 +26,7 @@ FloatArray = NDArray[np.float64]
 DIFFERENCES = (0.01, 0.02, 0.05, 0.1, 0.25)   # of an event's probability, that are wagered on; each in both directions
 NUM_WAGERS = 2 * len(DIFFERENCES)
 LEAST = 1e-4       # no wager thinks an event rarer: one surprise must not cost everything
+OPEN = 0.02        # an event is open where its probability is this far from 0 and 1
 GRID = 400         # probabilities are rounded to this many steps of their arc sine, so that factors are computed once
 ERROR_STEPS = 50   # bisections of an interval of length 1: what is left is rounding
 
@@ -76,20 +77,22 @@ class WagerBook:
     def __init__(self) -> None:
         self.log_wealth = np.zeros(NUM_WAGERS)
         self.num_pairs = 0     # or outcomes, where one side's probabilities are known
-        self.sharpness = 0.0   # sum over pairs of 1 / (4 p (1 - p)): what a wager on a difference d gains is d^2 times this
+        # Sum over pairs of 1 / (4 p (1 - p)): what a wager on a difference d gains is d^2 times this. Strata where the event is all but
+        # certain are not counted: a difference of d has no room there.
+        self.sharpness = 0.0
 
     def settle(self, p: float, allowance: float, pairs: NDArray[np.int64]) -> None:
         """Takes in pairs [4] of one stratum, counted by (a, b) = 00, 01, 10, 11; `p` must not depend on them."""
         self.log_wealth += log_factors(p, allowance) @ pairs
         count = int(pairs.sum())
         self.num_pairs += count
-        self.sharpness += count / (4 * max(p * (1 - p), LEAST))
+        self.sharpness += count / (4 * p * (1 - p)) if OPEN < p < 1 - OPEN else 0.0
 
     def settle_known(self, log_factors_known: FloatArray, p: float, misses: int, hits: int) -> None:
         """Takes in outcomes of one stratum whose probability p is known; each multiplies wealth by a column (miss, hit) [NUM_WAGERS, 2]."""
         self.log_wealth += log_factors_known @ np.array([misses, hits])
         self.num_pairs += misses + hits
-        self.sharpness += (misses + hits) / (2 * max(p * (1 - p), LEAST))
+        self.sharpness += (misses + hits) / (2 * p * (1 - p)) if OPEN < p < 1 - OPEN else 0.0
 
     def best(self) -> tuple[float, float]:
         """(log wealth, difference it wagers on) of the wager that has most; positive: side b chooses the event more often."""

@@ -17,6 +17,7 @@ import numpy as np
 from headway.audit.evidence import DIFFERENCES, LEAST, FloatArray, WagerBook, log_average
 from headway.audit.strata import KINDS, NUM_RANKS, Path, looked_up
 
+LIKELY = 0.01     # what follows a less likely token is not kept: it hardly comes again
 DISTINCT = 1e-3   # log probabilities that differ by more are of different tokens
 ROUNDING = 1e-6   # of reported log probabilities, and of their sums
 
@@ -67,7 +68,7 @@ class KnownSamples:
                 p = math.exp(value)
                 if abs(math.log(known.setdefault(token, p)) - value) > 4 * self.noise + DISTINCT:
                     self._ambiguous.add(token)
-                if self._is_ambiguous(token):
+                if self._is_ambiguous(token) or p < LIKELY:
                     break
 
     def _is_ambiguous(self, token: str) -> bool:

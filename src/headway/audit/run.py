@@ -11,7 +11,7 @@ from typing import Any
 from headway.audit import greedy, limits
 from headway.audit.prompts import PROMPTS
 from headway.audit.records import FAULT, SKIPPED, CheckResult, Session
-from headway.audit.sampled import SETTINGS, SampledCheck, anticipation
+from headway.audit.sampled import SETTINGS, SampledCheck, anticipation, survey_prompts
 from headway.audit.side import Asker, Refused, Side
 from headway.bench.client import Endpoint, RequestFailed
 from headway.bench.http_load import served_model
@@ -111,7 +111,9 @@ async def checks(session: Session, say: Say, fail_fast: bool = False) -> AsyncIt
     ):  # fmt: skip
         say(name)
         yield await check(session)
-    sampled = [SampledCheck(setting, session) for setting in SETTINGS]
+    say("sampling")
+    survey = await survey_prompts(session)
+    sampled = [SampledCheck(setting, session, survey) for setting in SETTINGS]
     await run_sampled(sampled, session, say, fail_fast)
     for each in sampled:
         yield each.result()

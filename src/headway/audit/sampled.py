@@ -54,18 +54,30 @@ NUM_TESTS = len(SETTINGS) + 1
 THRESHOLD = NUM_TESTS / ALPHA   # each of the tests may err with ALPHA / NUM_TESTS
 
 
+Survey = Mapping[str, Sequence[Continuation]]
+
+
+async def survey_prompts(session: Session) -> Survey:
+    """A first look at what plain decoding writes behind every prompt, at temperature 1.
+
+    Those are tested after which few texts are likely, so that positions inside a draft are reached again and again.
+    """
+    fields = {**session.neutral, "temperature": 1.0, "max_tokens": DEPTH, "n": BATCH, "logprobs": 1}
+    return {prompt: await session.plain.complete(prompt, seed=session.fresh_seed(), **fields) for prompt in PROMPTS}
+
+
 class SampledCheck:
     """One setting's test on its way: batches of both sides, prompt by prompt."""
 
-    def __init__(self, setting: SampleSetting, session: Session) -> None:
+    def __init__(self, setting: SampleSetting, session: Session, survey: Survey) -> None:
         self.setting, self.session = setting, session
+        self.prompts = sorted(survey, key=lambda prompt: -_worth([_path(each) for each in survey[prompt]]))[:NUM_PROMPTS]
+        self.stops = [_frequent(survey[prompt]) if setting.of_length else [] for prompt in self.prompts]
         self.test = TwoSamples(session.noise, NUM_PROMPTS)
         self.known = KnownSamples(session.noise, NUM_PROMPTS) if setting.told else None
-        self.prompts: list[str] = []
         self.batches = 0
         self.seconds = 0.0
         self.refused: str | None = None
-        self.stops: list[list[str]] = []
         self.too_long: int | None = None
 
     def log_evidence(self) -> float:
@@ -75,11 +87,19 @@ class SampledCheck:
             return self.test.log_evidence()
         return float(np.logaddexp(self.test.log_evidence(), known.log_evidence())) - math.log(2)
 
+    def log_evidence_of_peeking(self) -> float:
+        """The same of the likeliest token after the first alone, by the sharper of the two tests."""
+        return log_average({PEEKED: (1.0, self.peeked())})
+
+    def peeked(self) -> WagerBook:
+        return (self._trusted() or self.test).later[PEEKED]
+
     @property
     def pending(self) -> bool:
         """Whether a fault by told probabilities waits for the control: as many plain samples must have agreed with these."""
         known = self._trusted()
-        return known is not None and known.num_control < known.num_samples and self.log_evidence() >= math.log(THRESHOLD)
+        suspicion = max(self.log_evidence(), self.log_evidence_of_peeking())
+        return known is not None and known.num_control < known.num_samples and suspicion >= math.log(THRESHOLD)
 
     @property
     def found(self) -> bool:
@@ -99,8 +119,6 @@ class SampledCheck:
         """One batch. Every other one goes to the prompt that looks worst. Where probabilities are told, few plain samples are needed."""
         began = time.monotonic()
         try:
-            if not self.prompts:
-                await self._choose_prompts()
             await self._batch()
         except Refused as refused:
             self.refused = str(refused)
@@ -131,7 +149,7 @@ class SampledCheck:
 
     def fields(self, index: int) -> dict[str, Any]:
         length = LENGTHS if self.setting.of_length else DEPTH
-        stop = {"stop": self.stops[index]} if self.stops and self.stops[index] else {}
+        stop = {"stop": self.stops[index]} if self.stops[index] else {}
         return {**self.session.neutral, **self.setting.fields, "max_tokens": length, "n": BATCH, "logprobs": 1, **stop}
 
     def result(self) -> CheckResult:
@@ -168,24 +186,17 @@ class SampledCheck:
         known = self._trusted()
         return max(each.by_prompt[index, kind].best()[0] for each in (self.test, known) if each for kind in KINDS)
 
-    async def _choose_prompts(self) -> None:
-        """The prompts after which few texts are likely, so that positions inside a draft are reached again and again."""
-        self.prompts = list(PROMPTS)
-        samples = [await self._ask(self.session.plain, index) for index in range(len(PROMPTS))]
-        worth = [_worth([self._path(each) for each in found]) for found in samples]
-        best = sorted(range(len(PROMPTS)), key=lambda index: -worth[index])[:NUM_PROMPTS]
-        self.prompts = [PROMPTS[index] for index in best]
-        if self.setting.of_length:
-            self.stops = [_frequent(samples[index]) for index in best]
-
     async def _ask(self, side: Asker, index: int) -> list[Continuation]:
         return await side.complete(self.prompts[index], seed=self.session.fresh_seed(), **self.fields(index))
 
     def _path(self, found: Continuation) -> Path:
         if self.setting.of_length:   # after each token: does the text end here?
             return ("goes on",) * (len(found.tokens) - 1) + ((END,) if found.finish_reason == "stop" else ("goes on",))
-        tokens = found.tokens or tuple(found.text)
-        return (*tokens, END) if found.finish_reason == "stop" else tokens
+        return _path(found)
+
+
+def _path(found: Continuation) -> Path:
+    return (*found.tokens, END) if found.finish_reason == "stop" else found.tokens
 
 
 def _worth(paths: Sequence[Path]) -> float:
@@ -226,8 +237,7 @@ def anticipation(check: SampledCheck) -> CheckResult:
     """Whether the likeliest token comes too often or too seldom where it was drafted: this event alone, of one check."""
     if check.refused is not None or not check.batches:
         return CheckResult("anticipation", SKIPPED, "nothing was sampled")
-    test = check._trusted() or check.test
-    log_e, book = log_average({PEEKED: (1.0, test.later[PEEKED])}), test.later[PEEKED]
+    log_e, book = check.log_evidence_of_peeking(), check.peeked()
     found = log_e >= math.log(THRESHOLD)
     said = f"the likeliest token after the first, {book.num_pairs} times, e-value {power_of_ten(log_e)}"
     if found:
