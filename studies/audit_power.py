@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from headway.audit.records import FAULT  # noqa: E402
-from headway.audit.run import Target, audit, checks  # noqa: E402
+from headway.audit.run import AuditTarget, audit, checks  # noqa: E402
 from headway.errors import ConfigError  # noqa: E402
 from tests.audit_faults import FAULTS  # noqa: E402
 from tests.audit_sides import Simulated, simulated_session  # noqa: E402
@@ -88,7 +88,7 @@ def audited(fault: str, runs: list[dict[str, Any]], wanted: int, budget: float, 
         try:
             while len(runs) < wanted and (not runs or time.monotonic() < ends):
                 began = time.monotonic()
-                report = asyncio.run(audit(Target(running.url), budget, len(runs), lambda what: None, fail_fast=True))
+                report = asyncio.run(audit(AuditTarget(running.url), budget, len(runs), lambda what: None, fail_fast=True))
                 found = [result.name for result in report.faults]
                 runs.append({"found_by": found, "seconds": round(time.monotonic() - began, 1), "drafted": report.num_drafted})
                 print(fault, runs[-1], flush=True)

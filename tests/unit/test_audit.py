@@ -11,7 +11,7 @@ import pytest
 
 from headway.audit import greedy, limits, report
 from headway.audit.records import FAULT, SKIPPED, SOUND, CheckResult, GreedyPair, Session
-from headway.audit.run import Report, Target, checks, verdict
+from headway.audit.run import AuditTarget, Report, checks, verdict
 from headway.audit.sampled import SETTINGS, SampledCheck, anticipation, survey_prompts
 from headway.audit.side import Continuation, _continuation
 from headway.cli.main import main
@@ -123,7 +123,7 @@ def test_a_whole_audit_of_a_sound_side() -> None:
     results = asyncio.run(collect(found))
     assert {result.status for result in results} == {SOUND, SKIPPED}
     assert len({result.name for result in results}) == len(results)
-    assert verdict(Report(Target("http://a"), 1, results)).startswith("SOUND")
+    assert verdict(Report(AuditTarget("http://a"), 1, results)).startswith("SOUND")
 
 
 async def collect(found: Session) -> list[CheckResult]:
@@ -139,7 +139,7 @@ RESULTS = [
 
 
 def test_the_forms_of_a_report() -> None:
-    found = Report(Target("http://a", "http://b", api_key="secret"), 7, RESULTS, 12.0, 60.0)
+    found = Report(AuditTarget("http://a", "http://b", api_key="secret"), 7, RESULTS, 12.0, 60.0)
     page = report.page(found)
     assert page.startswith("FAULT: greedy text (1 of 2 checks)")
     assert "curl -d" in page

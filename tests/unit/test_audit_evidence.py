@@ -72,12 +72,12 @@ def run(seed: int, batches: int, change: float = 0.0) -> TwoSamples:
 
 def test_sound_sides_are_seldom_accused() -> None:
     """Looked at after every batch, at odds of 1 in 10: of 40 runs at most 4 may be expected, and wagers cost, so there are fewer."""
-    alarms = sum(run(seed, 12).log_evidence() > math.log(10) for seed in range(40))
+    alarms = sum(run(seed, 12).ledger.log_evidence() > math.log(10) for seed in range(40))
     assert alarms <= 4
 
 
 def test_a_bias_is_found() -> None:
-    assert all(run(seed, 60, change=0.1).log_evidence() > math.log(1e3) for seed in range(4))
+    assert all(run(seed, 60, change=0.1).ledger.log_evidence() > math.log(1e3) for seed in range(4))
 
 
 def test_told_probabilities_find_a_smaller_bias_sooner() -> None:
@@ -90,8 +90,8 @@ def test_told_probabilities_find_a_smaller_bias_sooner() -> None:
         for test, source in ((sound, table), (biased, other)):
             test.add(0, "", draw(source, rng, 64))
             test.learn(0, "", plain, logs)
-    assert biased.log_evidence() > math.log(1e3) > 0 > sound.log_evidence()
-    assert sound.log_control() < 1.0
+    assert biased.ledger.log_evidence() > math.log(1e3) > 0 > sound.ledger.log_evidence()
+    assert sound.control.log_evidence() < 1.0
 
 
 def test_probabilities_that_are_not_those_drawn_from_are_noticed() -> None:
@@ -99,7 +99,7 @@ def test_probabilities_that_are_not_those_drawn_from_are_noticed() -> None:
     for _ in range(60):
         plain = draw(table, rng, 64)
         test.learn(0, "", plain, [[math.log(0.5)] * 3 for _ in plain])
-    assert test.log_control() > math.log(1e3)
+    assert test.control.log_evidence() > math.log(1e3)
 
 
 def test_one_string_of_several_tokens_is_left_out() -> None:
@@ -107,7 +107,7 @@ def test_one_string_of_several_tokens_is_left_out() -> None:
     for value in (-1.0, -2.0):
         test.learn(0, "", [("a", "b")], [[value, -0.1]])
     test.add(0, "", [("a", "b")] * 50)
-    assert all(book.num_pairs == 0 for book in test.later.values())
+    assert all(book.num_pairs == 0 for book in test.ledger.later.values())
 
 
 def test_outcomes_wait_for_their_partners() -> None:

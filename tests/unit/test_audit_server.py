@@ -13,7 +13,7 @@ import pytest
 from headway.audit.greedy import check_greedy, check_prefix_cache, measure_noise
 from headway.audit.limits import check_structure
 from headway.audit.records import FAULT, SKIPPED, SOUND, CheckResult
-from headway.audit.run import Target, audit, open_session
+from headway.audit.run import AuditTarget, audit, open_session
 from headway.audit.sampled import SETTINGS, SampledCheck, survey_prompts
 from headway.audit.side import Refused
 from headway.cli.main import main
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 def test_the_switch_of_our_server_is_found_and_used(server: LiveServer) -> None:
     async def run() -> list[CheckResult]:
-        session, side = await open_session(Target(server.url), 1.0, 0)
+        session, side = await open_session(AuditTarget(server.url), 1.0, 0)
         assert session.salted
         assert session.neutral["top_k"] == 0
         assert side.repeats
@@ -59,7 +59,7 @@ def test_the_switch_of_our_server_is_found_and_used(server: LiveServer) -> None:
 
 def test_what_a_server_refuses_is_told_from_what_breaks(server: LiveServer) -> None:
     async def run() -> None:
-        session, side = await open_session(Target(server.url), 1.0, 0)
+        session, side = await open_session(AuditTarget(server.url), 1.0, 0)
         with pytest.raises(Refused, match="400"):
             await side.complete("a", nonsense=1)
         command = session.plain.curl("it's", max_tokens=2)
@@ -72,7 +72,7 @@ def test_what_a_server_refuses_is_told_from_what_breaks(server: LiveServer) -> N
 def test_a_server_that_drafts_nothing_cannot_be_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with live_server(tiny_model_dir(tmp_path, max_position_embeddings=1024), speculative=None, kv_cache_memory_bytes=32 << 20) as live:
         with pytest.raises(ConfigError, match="drafted nothing"):
-            asyncio.run(audit(Target(live.url, live.url), 0.01, 0, lambda what: None))
+            asyncio.run(audit(AuditTarget(live.url, live.url), 0.01, 0, lambda what: None))
         assert main(["audit", live.url, live.url, "--budget", "0.01"]) == 2
     assert "drafted nothing" in capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def test_a_server_without_a_fault_is_not_accused(tmp_path: Path) -> None:
 def found_by(fault: str, folder: Path, minutes: float) -> list[str]:
     running = audit_power.server(fault, folder)
     try:
-        report = asyncio.run(audit(Target(running.url), minutes, 0, lambda what: None, fail_fast=True))
+        report = asyncio.run(audit(AuditTarget(running.url), minutes, 0, lambda what: None, fail_fast=True))
     finally:
         running.stop()
     return [result.name for result in report.results if result.status == FAULT]

@@ -73,7 +73,7 @@ async def measure_noise(session: Session) -> CheckResult:
     gaps = [largest_gap(*both)[0] for both in zip(alone, together, strict=True)]
     parted = [first_difference(*both) for both in zip(alone, together, strict=True)]
     margins = [each.margin for each in parted if each is not None and each.margin is not None]
-    session.noise = max([*gaps, *(margin / 2 for margin in margins)])
+    session.observe_noise(max([*gaps, *(margin / 2 for margin in margins)]))
     count = sum(each is not None for each in parted)
     summary = f"two plain runs differ by up to {session.noise:.2g} in log probability, and {count} of {len(PROMPTS)} texts part"
     return CheckResult("noise", SOUND, summary, {"largest_logprob_difference": session.noise, "texts_parted": count})
@@ -83,7 +83,7 @@ async def check_greedy(session: Session) -> list[CheckResult]:
     """Greedy divergence, and the log probabilities of equal texts."""
     plain = await ask_all(session.plain, PROMPTS, AT_ONCE, session)
     other = await ask_all(session.speculative, PROMPTS, AT_ONCE, session)
-    session.pairs += [GreedyPair(*each, LENGTH) for each in zip(PROMPTS, plain, other, strict=True)]
+    session.keep_pairs([GreedyPair(*each, LENGTH) for each in zip(PROMPTS, plain, other, strict=True)])
     return [judge_texts("greedy text", session, session.pairs), _judge_logprobs(session, session.pairs)]
 
 
@@ -156,13 +156,14 @@ async def check_prefix_cache(session: Session) -> CheckResult:
 async def _check_salt(session: Session, result: CheckResult) -> CheckResult:
     """Prefixes of one salt are not found by another."""
     prompt, salts = LONG_PROMPTS[0], (session.fresh_salt(), session.fresh_salt())
-    first, second, other = [(await session.speculative.complete(prompt, max_tokens=1, **salt))[0] for salt in (salts[0], *salts)]
+    fields = {"temperature": 0, "max_tokens": 4}
+    first, second, other = [(await session.speculative.complete(prompt, **fields, **salt))[0] for salt in (salts[0], *salts)]
     if not second.num_cached:   # it tells nothing, or caches nothing
         return result
     if other.num_cached or first.num_cached:
         said = f"a prefix of one cache_salt is found by another: {max(other.num_cached or 0, first.num_cached or 0)} tokens"
         return CheckResult(result.name, FAULT, said, result.figures, tuple(
-            session.speculative.curl(prompt, max_tokens=1, **salt) for salt in salts
+            session.speculative.curl(prompt, **fields, **salt) for salt in salts
         ))  # fmt: skip
     return CheckResult(result.name, result.status, f"{result.summary}; cache_salt keeps prefixes apart", result.figures)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
-from headway.audit.evidence import DIFFERENCES, LEAST, FloatArray, WagerBook, log_average
-from headway.audit.strata import KINDS, NUM_RANKS, Path, looked_up
+from headway.audit.evidence import DIFFERENCES, LEAST, FloatArray
+from headway.audit.strata import NUM_RANKS, Ledger, Path, looked_up
 
 LIKELY = 0.01     # what follows a less likely token is not kept: it hardly comes again
 DISTINCT = 1e-3   # log probabilities that differ by more are of different tokens
@@ -51,17 +51,14 @@ class KnownSamples:
     def __init__(self, noise: float, num_prompts: int) -> None:
         self.noise = noise
         self._probabilities: dict[tuple[int, Path], dict[str, float]] = {}
-        self.first = {kind: WagerBook() for kind in KINDS}
-        self.later = {kind: WagerBook() for kind in KINDS}
-        self.by_prompt = {(i, kind): WagerBook() for i in range(num_prompts) for kind in KINDS}
-        self.control = {kind: WagerBook() for kind in KINDS}
+        self.ledger, self.control = Ledger(num_prompts), Ledger(num_prompts)   # of the speculating side, and of plain samples
         self.num_samples = self.num_control = 0
         self._ambiguous: set[str] = set()   # strings that were told with different probabilities after one text
 
     def learn(self, prompt: int, text: str, paths: Sequence[Path], logprobs: Sequence[Sequence[float]]) -> None:
         """Takes in plain samples: what they tell is used from now on; what was known before is held against them."""
         self.num_control += len(paths)
-        self._settle(prompt, text, paths, lambda path, kind: [self.control[kind]])
+        self._settle(self.control, prompt, text, paths)
         for path, values in zip(paths, logprobs, strict=True):
             for i, (token, value) in enumerate(zip(path, values, strict=False)):
                 known = self._probabilities.setdefault((prompt, path[:i]), {})
@@ -78,11 +75,9 @@ class KnownSamples:
     def add(self, prompt: int, text: str, paths: Sequence[Path]) -> None:
         """Takes in samples of the speculating side."""
         self.num_samples += len(paths)
-        self._settle(
-            prompt, text, paths, lambda path, kind: [self.later[kind], self.by_prompt[prompt, kind]] if path else [self.first[kind]]
-        )
+        self._settle(self.ledger, prompt, text, paths)
 
-    def _settle(self, prompt: int, text: str, paths: Sequence[Path], books_of: Callable[[Path, str], list[WagerBook]]) -> None:
+    def _settle(self, ledger: Ledger, prompt: int, text: str, paths: Sequence[Path]) -> None:
         outcomes: defaultdict[Path, Counter[str]] = defaultdict(Counter)
         for path in paths:
             for i, token in enumerate(path):
@@ -95,7 +90,7 @@ class KnownSamples:
             total = counts.total()
             for kind, (p, hits) in self._events(prompt, text, path, counts).items():
                 allowance = 2 * self.noise * p * (1 - p) + ROUNDING
-                for book in books_of(path, kind):
+                for book in ledger.books(prompt, path, kind):
                     book.settle_known(log_factors(p, allowance), p, total - hits, hits)
 
     def _events(self, prompt: int, text: str, path: Path, counts: Counter[str]) -> dict[str, tuple[float, int]]:
@@ -111,14 +106,3 @@ class KnownSamples:
         if copied is not None:
             found["lookup"] = known[copied], counts[copied]
         return {kind: (p, hits) for kind, (p, hits) in found.items() if LEAST < p < 1 - LEAST}
-
-    def log_evidence(self) -> float:
-        """The logarithm of the e-value: its expectation is at most 1 when the speculating side draws from the reported probabilities."""
-        shares = {f"later {kind}": (0.5 / len(KINDS), book) for kind, book in self.later.items()}
-        shares |= {f"first {kind}": (0.1 / len(KINDS), book) for kind, book in self.first.items()}
-        shares |= {f"{i} {kind}": (0.4 / len(self.by_prompt), book) for (i, kind), book in self.by_prompt.items()}
-        return log_average(shares)
-
-    def log_control(self) -> float:
-        """The same of plain samples: evidence that the reported probabilities are not those drawn from."""
-        return log_average({kind: (1 / len(KINDS), book) for kind, book in self.control.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,14 @@ class Session:
 
     def __post_init__(self) -> None:
         self.first_seed = self.random.randrange(2**30)
+
+    def observe_noise(self, difference: float) -> None:
+        """Takes in how far apart two plain runs were."""
+        self.noise = max(self.noise, difference)
+
+    def keep_pairs(self, pairs: Sequence[GreedyPair]) -> None:
+        """Greedy texts that later checks go on from."""
+        self.pairs = [*pairs]
 
     @property
     def tolerance(self) -> float:

@@ -63,11 +63,13 @@ def as_junit(report: Report) -> str:
     for result in report.results:
         case = ElementTree.SubElement(suite, "testcase", {"classname": "headway.audit", "name": result.name})
         if result.status == FAULT:
-            ElementTree.SubElement(case, "failure", {"message": _printable(result.summary)}).text = _printable("\n".join(result.examples))
+            failure = ElementTree.SubElement(case, "failure", {"message": _printable(result.summary)})
+            failure.text = _printable("\n".join(result.examples))
         elif result.status == SKIPPED:
             ElementTree.SubElement(case, "skipped", {"message": _printable(result.summary)})
         else:
-            ElementTree.SubElement(case, "system-out").text = _printable(result.summary)
+            said = ElementTree.SubElement(case, "system-out")
+            said.text = _printable(result.summary)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 

@@ -27,7 +27,7 @@ NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
-class Target:
+class AuditTarget:
     """What is audited: one server with a switch (`off`: fields that make a request decode plainly), or two."""
 
     url: str
@@ -40,7 +40,7 @@ class Target:
 class Report:
     """What an audit found."""
 
-    target: Target
+    target: AuditTarget
     seed: int
     results: list[CheckResult] = field(default_factory=list)
     num_drafted: float | None = None
@@ -51,7 +51,7 @@ class Report:
         return [result for result in self.results if result.status == FAULT]
 
 
-async def audit(target: Target, minutes: float, seed: int, say: Say, fail_fast: bool = False) -> Report:
+async def audit(target: AuditTarget, minutes: float, seed: int, say: Say, fail_fast: bool = False) -> Report:
     """`fail_fast`: ends at the first fault.
 
     Raises ConfigError when the servers cannot be asked, or when there was nothing to audit: not one token was drafted.
@@ -76,7 +76,7 @@ async def audit(target: Target, minutes: float, seed: int, say: Say, fail_fast: 
     return report
 
 
-async def open_session(target: Target, minutes: float, seed: int) -> tuple[Session, Side]:
+async def open_session(target: AuditTarget, minutes: float, seed: int) -> tuple[Session, Side]:
     """Both sides, probed for what they can. Raises ConfigError."""
     endpoint = Endpoint.parse(target.url, target.api_key)
     speculative = Side(endpoint, _base(target.url), await served_model(endpoint))

@@ -52,6 +52,7 @@ SETTINGS = (
 PEEKED = "rank 1"     # a policy that looks at a draft before it decides to verify it favours, or shuns, what is likely
 NUM_TESTS = len(SETTINGS) + 1
 THRESHOLD = NUM_TESTS / ALPHA   # each of the tests may err with ALPHA / NUM_TESTS
+DISTRUST = THRESHOLD**0.5       # less than what accuses: the control must not lag behind an accusation that it would have to take back
 
 
 Survey = Mapping[str, Sequence[Continuation]]
@@ -84,15 +85,15 @@ class SampledCheck:
         """The logarithm of the e-value."""
         known = self._trusted()
         if known is None:
-            return self.test.log_evidence()
-        return float(np.logaddexp(self.test.log_evidence(), known.log_evidence())) - math.log(2)
+            return self.test.ledger.log_evidence()
+        return float(np.logaddexp(self.test.ledger.log_evidence(), known.ledger.log_evidence())) - math.log(2)
 
     def log_evidence_of_peeking(self) -> float:
         """The same of the likeliest token after the first alone, by the sharper of the two tests."""
         return log_average({PEEKED: (1.0, self.peeked())})
 
     def peeked(self) -> WagerBook:
-        return (self._trusted() or self.test).later[PEEKED]
+        return (self._trusted() or self.test).ledger.later[PEEKED]
 
     @property
     def pending(self) -> bool:
@@ -112,7 +113,7 @@ class SampledCheck:
     @property
     def detectable(self) -> float:
         """The difference in the probability of the likeliest token after the first that would have been found."""
-        books = [each.later[PEEKED] for each in (self.test, self._trusted()) if each]
+        books = [each.ledger.later[PEEKED] for each in (self.test, self._trusted()) if each]
         return detectable(max(book.sharpness for book in books), THRESHOLD, 4 * len(KINDS))
 
     async def step(self) -> None:
@@ -179,12 +180,12 @@ class SampledCheck:
         return CheckResult(name, FAULT if self.found else SOUND, said, figures, (example,) if self.found else ())
 
     def _trusted(self) -> KnownSamples | None:
-        """The test against told probabilities, unless plain decoding itself does not draw from what it tells."""
-        return self.known if self.known is not None and self.known.log_control() < math.log(THRESHOLD) else None
+        """The test against told probabilities, unless plain decoding itself seems not to draw from what it tells."""
+        return self.known if self.known is not None and self.known.control.log_evidence() < math.log(DISTRUST) else None
 
     def _prompt_evidence(self, index: int) -> float:
         known = self._trusted()
-        return max(each.by_prompt[index, kind].best()[0] for each in (self.test, known) if each for kind in KINDS)
+        return max(each.ledger.of_prompt(index) for each in (self.test, known) if each)
 
     async def _ask(self, side: Asker, index: int) -> list[Continuation]:
         return await side.complete(self.prompts[index], seed=self.session.fresh_seed(), **self.fields(index))
@@ -224,11 +225,8 @@ def _frequent(found: Sequence[Continuation]) -> list[str]:
 def strongest(tests: Sequence[TwoSamples | KnownSamples]) -> tuple[str, float]:
     """(the event that differs most, by how much): the one whose wager has won most."""
     books: dict[str, WagerBook] = {}
-    for i, test in enumerate(tests):
-        told = " (by told probabilities)" if i else ""
-        books |= {f"{kind}, after the first token{told}": book for kind, book in test.later.items()}
-        books |= {f"{kind}, the first token{told}": book for kind, book in test.first.items()}
-        books |= {f"{kind}, prompt {number + 1}{told}": book for (number, kind), book in test.by_prompt.items()}
+    for test, told in zip(tests, ("", " (by told probabilities)"), strict=False):
+        books |= {name + told: book for name, book in test.ledger.all_books().items()}
     name = max(books, key=lambda each: books[each].best()[0])
     return name, books[name].best()[1]
 

@@ -76,6 +76,37 @@ class Stratum:
 KINDS = (*(f"rank {i}" for i in range(1, NUM_RANKS + 1)), "rare", "unseen", "lookup")
 
 
+class Ledger:
+    """The wagers of one test. A token after the prompt is the prompt's own; what follows is drafted. Drafts gone wrong show after all
+    prompts, or after one."""
+
+    def __init__(self, num_prompts: int) -> None:
+        self.first = {kind: WagerBook() for kind in KINDS}
+        self.later = {kind: WagerBook() for kind in KINDS}
+        self.by_prompt = {(i, kind): WagerBook() for i in range(num_prompts) for kind in KINDS}
+
+    def books(self, prompt: int, path: Path, kind: str) -> tuple[WagerBook, ...]:
+        """Those that an outcome after this text is entered in."""
+        return (self.later[kind], self.by_prompt[prompt, kind]) if path else (self.first[kind],)
+
+    def log_evidence(self) -> float:
+        """The logarithm of the e-value: its expectation is at most 1 under the null hypothesis."""
+        shares = {f"later {kind}": (0.5 / len(KINDS), book) for kind, book in self.later.items()}
+        shares |= {f"first {kind}": (0.1 / len(KINDS), book) for kind, book in self.first.items()}
+        shares |= {f"{i} {kind}": (0.4 / len(self.by_prompt), book) for (i, kind), book in self.by_prompt.items()}
+        return log_average(shares)
+
+    def of_prompt(self, prompt: int) -> float:
+        """The logarithm of the wealth of the wager that has won most there."""
+        return max(self.by_prompt[prompt, kind].best()[0] for kind in KINDS)
+
+    def all_books(self) -> dict[str, WagerBook]:
+        """By what they wager on, in words."""
+        named = {f"{kind}, after the first token": book for kind, book in self.later.items()}
+        named |= {f"{kind}, the first token": book for kind, book in self.first.items()}
+        return named | {f"{kind}, prompt {i + 1}": book for (i, kind), book in self.by_prompt.items()}
+
+
 class TwoSamples:
     """The test of one way to sample, over any number of prompts. Side 0 decodes plainly, side 1 speculates.
 
@@ -86,10 +117,7 @@ class TwoSamples:
     def __init__(self, noise: float, num_prompts: int) -> None:
         self.noise = noise
         self._strata: dict[tuple[int, Path], Stratum] = {}
-        # A token after the prompt is the prompt's own; what follows is drafted. Drafts gone wrong show in all prompts, or in one.
-        self.first = {kind: WagerBook() for kind in KINDS}
-        self.later = {kind: WagerBook() for kind in KINDS}
-        self.by_prompt = {(i, kind): WagerBook() for i in range(num_prompts) for kind in KINDS}
+        self.ledger = Ledger(num_prompts)
         self.num_samples = [0, 0]
 
     def add(self, prompt: int, text: str, sides: tuple[Sequence[Path], Sequence[Path]]) -> None:
@@ -130,17 +158,9 @@ class TwoSamples:
             counts = np.bincount([2 * a + b for a, b in hits], minlength=4)
             # log p moves by at most `noise` on either side, so p by about p (1 - p) times that: twice, for p is an estimate
             allowance = 2 * self.noise * max(p * (1 - p), 1e-3)
-            books = [self.later[kind], self.by_prompt[prompt, kind]] if path else [self.first[kind]]
-            for book in books:
+            for book in self.ledger.books(prompt, path, kind):
                 book.settle(p, allowance, counts)
         stratum.learn(pairs)
-
-    def log_evidence(self) -> float:
-        """The logarithm of the e-value: its expectation is at most 1 when both sides sample alike."""
-        shares = {f"later {kind}": (0.5 / len(KINDS), book) for kind, book in self.later.items()}
-        shares |= {f"first {kind}": (0.1 / len(KINDS), book) for kind, book in self.first.items()}
-        shares |= {f"{i} {kind}": (0.4 / len(self.by_prompt), book) for (i, kind), book in self.by_prompt.items()}
-        return log_average(shares)
 
     @property
     def num_strata(self) -> int:

@@ -44,7 +44,7 @@ def _minutes(text: str) -> float:
 
 def main(args: argparse.Namespace) -> int:
     from headway.audit import report as forms
-    from headway.audit.run import Target, audit
+    from headway.audit.run import AuditTarget, audit
     from headway.bench.client import run
 
     if args.plain is not None and not isinstance(args.plain, dict):
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
     for path in (args.json, args.junit):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path.parent} is no directory to write {path.name} to")
-    target = Target(args.url, args.plain_url, args.plain, args.api_key)
+    target = AuditTarget(args.url, args.plain_url, args.plain, args.api_key)
     found = run(audit(target, args.budget, args.seed, _say, args.fail_fast))
     print(forms.page(found))
     for path, form in ((args.json, forms.as_json), (args.junit, forms.as_junit)):
