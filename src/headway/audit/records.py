@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,5 +85,5 @@ class Session:
         return (self.first_seed + 1024 * self.num_seeds) % 2**31
 
     def fresh_salt(self) -> dict[str, str]:
-        """The field that lets a request find nothing in the prefix cache, where both sides share one."""
-        return {"cache_salt": f"audit-{self.random.getrandbits(64):016x}"} if self.salted else {}
+        """The field that lets a request find nothing in the prefix cache, where both sides share one; nothing of an earlier audit either."""
+        return {"cache_salt": f"audit-{secrets.token_hex(16)}"} if self.salted else {}
