@@ -85,5 +85,5 @@ class Session:
         return (self.first_seed + 1024 * self.num_seeds) % 2**31
 
     def fresh_salt(self) -> dict[str, str]:
-        """The field that lets a request find nothing in the prefix cache, where both sides share one; nothing of an earlier audit either."""
+        """The field that lets a request find nothing in the prefix cache, where both sides share one, of earlier audits either."""
         return {"cache_salt": f"audit-{secrets.token_hex(16)}"} if self.salted else {}

@@ -106,11 +106,17 @@ async def checks(session: Session, say: Say, fail_fast: bool = False) -> AsyncIt
     for result in await greedy.check_greedy(session):
         yield result
     for name, check in (
-        ("stop strings and limits", limits.check_ends), ("seeds", limits.check_seeds), ("load", greedy.check_load),
+        ("ends of texts", limits.check_ends), ("seeds", limits.check_seeds), ("load that comes and goes", greedy.check_load),
         ("prefix cache", greedy.check_prefix_cache), ("structured output", limits.check_structure),
     ):  # fmt: skip
+        if session.seconds_left() <= 0:
+            yield CheckResult(name, SKIPPED, "no time was left")
+            continue
         say(name)
         yield await check(session)
+    if session.seconds_left() <= 0:
+        yield CheckResult("sampling", SKIPPED, "no time was left")
+        return
     say("sampling")
     survey = await survey_prompts(session)
     sampled = [SampledCheck(setting, session, survey) for setting in SETTINGS]
