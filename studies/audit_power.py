@@ -2,7 +2,7 @@
 
     python studies/audit_power.py faults [--only FAULT ...] [--runs 1] [--budget 3] [--slice 170] --output FILE.json
     python studies/audit_power.py sound [--runs 3] [--budget 1] [--slice 170] --output FILE.json
-    python studies/audit_power.py simulated [--runs 200] [--seconds 2] [--slice 170] --output FILE.json
+    python studies/audit_power.py simulated [--slice 170] --output FILE.json
 
 faults     real servers with one planted fault each (tests/audit_faults.py), a tiny random model in float32, a draft model close to it
 sound      the same server without a fault
@@ -43,9 +43,11 @@ NEAR = 0.05   # of a weight's standard deviation: how far the draft model is fro
 WRITTEN = range(3 + ord(" "), 3 + ord("~") + 1)   # the tokens of printable ASCII: text that is tokenized again is the same tokens
 EOS = [2, 3 + ord("q"), 3 + ord("~")]
 POINT_MASS = {"biased_acceptance"}   # faults of the rule for drafts that are functions of the text
-SIMULATED = {
-    "sound": ({}, {}), "sound, noise of bf16": ({"noise": 0.02}, {"noise": 0.02}), "bias of 1 %": ({}, {"too_often": 0.01}),
-}  # fmt: skip
+SIMULATED: dict[str, tuple[dict[str, float], dict[str, float], int, float]] = {   # of plain and speculating side; audits, seconds each
+    "sound": ({}, {}, 200, 1.0),
+    "sound, noise of bf16": ({"noise": 0.02}, {"noise": 0.02}, 200, 1.0),
+    "bias of 1 %": ({}, {"too_often": 0.01}, 20, 20.0),
+}
 
 
 def models(folder: Path) -> tuple[Path, Path]:
@@ -103,7 +105,7 @@ def audited(fault: str, runs: list[dict[str, Any]], wanted: int, budget: float, 
 
 def simulated(name: str, seed: int, seconds: float) -> list[str]:
     """The checks that call this pair of sides faulty."""
-    plain, other = SIMULATED[name]
+    plain, other, *_ = SIMULATED[name]
     session = simulated_session(seed, seconds, Simulated(seed, **plain), Simulated(seed, **other))
 
     async def collect() -> list[str]:
@@ -118,7 +120,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(FAULTS), default=[name for name in FAULTS if name != "none"])
     parser.add_argument("--runs", type=int, default=None)
     parser.add_argument("--budget", type=float, default=None, help="minutes of an audit")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a simulated audit")
     parser.add_argument("--slice", type=float, default=170.0, help="seconds after which nothing new begins")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -126,10 +127,10 @@ def main() -> None:
     document.update(origin())
     ends = time.monotonic() + args.slice
     if args.what == "simulated":
-        for name in SIMULATED:
-            runs = document.setdefault("simulated", {}).setdefault(name, {"seconds": args.seconds, "found_by": []})["found_by"]
-            while len(runs) < (args.runs or 200) and time.monotonic() < ends:
-                runs.append(simulated(name, len(runs), args.seconds))
+        for name, (_, _, wanted, seconds) in SIMULATED.items():
+            runs = document.setdefault("simulated", {}).setdefault(name, {"seconds": seconds, "found_by": []})["found_by"]
+            while len(runs) < wanted and time.monotonic() < ends:
+                runs.append(simulated(name, len(runs), seconds))
     else:
         for fault in args.only if args.what == "faults" else ["none"]:
             wanted, budget = (args.runs or 1, args.budget or 3.0) if args.what == "faults" else (args.runs or 3, args.budget or 1.0)
