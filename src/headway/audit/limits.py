@@ -105,6 +105,8 @@ async def check_structure(session: Session) -> CheckResult:
     figures = {"answers": len(answers), "ended": len(ended), "leaks": len(leaks)}
     if leaks:
         return CheckResult(name, FAULT, f"{len(leaks)} of {len(ended)} answers do not fit the schema: {leaks[0][:80]!r}", figures)
+    if not ended:
+        return CheckResult(name, SKIPPED, f"none of {len(answers)} answers ended", figures)
     return CheckResult(name, SOUND, f"{len(ended)} of {len(answers)} answers ended, and all of these fit the schema", figures)
 
 

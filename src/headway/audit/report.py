@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 from headway.audit.records import FAULT, SKIPPED
 from headway.audit.run import Report, verdict
-from headway.audit.sampled import ALPHA, NUM_TESTS
+from headway.audit.sampled import ALPHA, SETTINGS
 from headway.version import __version__
 
 SIGNS = {FAULT: "FAULT", SKIPPED: "skip", "sound": "ok"}
@@ -25,7 +25,7 @@ def page(report: Report) -> str:
         lines.append(f"{report.num_drafted:.0f} tokens were drafted meanwhile")
     lines += ["", *(f"{SIGNS[result.status]:5}  {result.name:{width}}  {result.summary}" for result in report.results), ""]
     lines.append(
-        f"How strong this is: the {NUM_TESTS} sampled checks together accuse a sound server at most once in {1 / ALPHA:.0f} audits, "
+        f"How strong it is: the {len(SETTINGS) + 1} sampled checks accuse a sound server at most once in {1 / ALPHA:.0f} audits together, "
         "whenever one looks. The others compare texts and numbers; their tolerance is four times the noise of plain decoding."
     )
     examples = [(result.name, example) for result in report.faults for example in result.examples[:1]]

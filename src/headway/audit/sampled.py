@@ -50,10 +50,9 @@ SETTINGS = (
     SampleSetting("length", {"temperature": 1.0}, of_length=True),
 )
 PEEKED = "rank 1"     # a policy that looks at a draft before it decides to verify it favours, or shuns, what is likely
-NUM_TESTS = len(SETTINGS) + 1
+NUM_TESTS = len(SETTINGS) + 2   # anticipation counts twice: it looks at pairs or at told probabilities
 THRESHOLD = NUM_TESTS / ALPHA   # each of the tests may err with ALPHA / NUM_TESTS
 DISTRUST = THRESHOLD**0.5       # less than what accuses: the control must not lag behind an accusation that it would have to take back
-
 
 Survey = Mapping[str, Sequence[Continuation]]
 
@@ -83,10 +82,11 @@ class SampledCheck:
 
     def log_evidence(self) -> float:
         """The logarithm of the e-value."""
-        known = self._trusted()
-        if known is None:
-            return self.test.ledger.log_evidence()
-        return float(np.logaddexp(self.test.ledger.log_evidence(), known.ledger.log_evidence())) - math.log(2)
+        pairs, known = self.test.ledger.log_evidence(), self._trusted()
+        if not self.setting.told:
+            return pairs
+        both = pairs if known is None else float(np.logaddexp(pairs, known.ledger.log_evidence()))
+        return both - math.log(2)   # half of the capital was the other test's, also where that is not relied on any more
 
     def log_evidence_of_peeking(self) -> float:
         """The same of the likeliest token after the first alone, by the sharper of the two tests."""
