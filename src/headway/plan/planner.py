@@ -180,7 +180,7 @@ def _fitting(
     )
 
 
-def _candidate(machine: Machine, acceptance: Acceptance, asked: Load, lengths: Sequence[int]) -> Candidate:
+def _candidate(machine: Machine, acceptance: KnownAcceptance, asked: Load, lengths: Sequence[int]) -> Candidate:
     """What a length takes of the memory is known once the length is: the shortest one says how many requests to choose it for."""
 
     def with_room_for(k: int) -> Candidate:

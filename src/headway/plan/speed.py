@@ -63,7 +63,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepParts:
     """Milliseconds at the device's own figures: of its memory, of its products, of the sums between devices."""
 
     memory: float
@@ -90,13 +90,13 @@ class Machine:
         parts = self.target_parts(num_rows, num_tokens, num_context, num_tokens if num_sampled is None else num_sampled)
         return self.corrections.fixed_ms + self._corrected(parts)
 
-    def target_parts(self, num_rows: float, num_tokens: float, num_context: float, num_sampled: float) -> Parts:
+    def target_parts(self, num_rows: float, num_tokens: float, num_context: float, num_sampled: float) -> StepParts:
         """What the pass of `verify_ms` is made of. A pipeline works on as many parts of a batch as it has stages, at the slowest's pace."""
         pp = self.deployment.pp
         share = (num_rows / pp, num_tokens / pp, num_context / pp, num_sampled / pp)
         stages = [self._parts(self.target.stage(i, pp), self.deployment.tp, self.quantization, *share) for i in range(pp)]
         slowest = max(stages, key=lambda parts: parts.memory + parts.compute)
-        return Parts(pp * slowest.memory, pp * slowest.compute, pp * slowest.communication)
+        return StepParts(pp * slowest.memory, pp * slowest.compute, pp * slowest.communication)
 
     def draft_ms(self, load: Load, k: int) -> float:
         """k draft tokens for every request."""
@@ -119,12 +119,12 @@ class Machine:
             whole += self._corrected(own)
         return whole
 
-    def _corrected(self, parts: Parts) -> float:
+    def _corrected(self, parts: StepParts) -> float:
         return math.hypot(parts.memory / self.corrections.bandwidth, parts.compute / self.corrections.compute) + parts.communication
 
     def _parts(
         self, stage: Stage, tp: int, quantization: Quantization | None, rows: float, tokens: float, context: float, sampled: float
-    ) -> Parts:
+    ) -> StepParts:
         """One pass of a stage, at the device's own figures."""
         device, network = self.deployment.device, stage.network
         kv_bytes = self.deployment.kv_bytes_per_value(network)
@@ -139,7 +139,7 @@ class Machine:
         if tp > 1:
             moved = 2 * (tp - 1) / tp * tokens * network.hidden_size * network.bytes_per_value
             communication = SUMS_PER_LAYER * len(stage.layers) * (device.link_s + moved / device.link_bytes)
-        return Parts(memory * 1e3, compute * 1e3, communication * 1e3)
+        return StepParts(memory * 1e3, compute * 1e3, communication * 1e3)
 
     # -- what it means --------------------------------------------------------------------------------------------------
 
