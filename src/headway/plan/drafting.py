@@ -19,7 +19,7 @@ METHODS = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "ngram", "suffix")
 LOOKUPS = ("ngram", "suffix")
 # Heads published for Llama 3 and Qwen 3 predict the 32,000 most frequent tokens; what is assumed where no head is named.
 EAGLE3_VOCABULARY = 32_000
-NUM_FEATURES = 3        # hidden states of the target that EAGLE-3 reads
+NUM_FEATURES = 3        # hidden states of the target that EAGLE-3 reads where its configuration does not list them
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,10 @@ def _eagle(target: NetworkShape, raw: JsonObject | None, method: str) -> Network
     if their_hidden != target.hidden_size:
         raise ModelError(f"{raw.where}: the head is for a target of hidden size {their_hidden}, {target.name} has {target.hidden_size}")
     vocab = raw.integer("draft_vocab_size", target.vocab_size, least=1)
-    return _eagle_network(target, method, hidden, width, attends, num_layers, vocab, _normed_features(raw))
+    key = "eagle_aux_hidden_state_layer_ids"
+    num_features = len(raw.list_of(int, key, raw.child("eagle_config").list_of(int, key, []))) or NUM_FEATURES
+    normed = num_features if raw.flag("fc_norm", False) else 0
+    return _eagle_network(target, method, hidden, width, attends, num_layers, vocab, num_features, normed)
 
 
 def _assumed_eagle(target: NetworkShape, method: str) -> NetworkShape:
@@ -121,28 +124,28 @@ def _assumed_eagle(target: NetworkShape, method: str) -> NetworkShape:
     num_heads = max(1, hidden // 128)
     attends = (num_heads, max(1, num_heads // 4), hidden // num_heads)
     width = int(3.5 * hidden)
-    found = _eagle_network(target, method, hidden, width, attends, 1, min(EAGLE3_VOCABULARY, target.vocab_size), 0)
+    found = _eagle_network(target, method, hidden, width, attends, 1, min(EAGLE3_VOCABULARY, target.vocab_size), NUM_FEATURES, 0)
     return replace(found, notes=(f"no head is named: {method} with one layer, {hidden} wide, is assumed (--draft names one)",))
 
 
-def _normed_features(raw: JsonObject) -> int:
-    return NUM_FEATURES if raw.flag("fc_norm", False) else 0
-
-
 def _eagle_network(
-    target: NetworkShape, method: str, hidden: int, width: int, attends: tuple[int, int, int], num_layers: int, vocab: int, normed: int
+    target: NetworkShape, method: str, hidden: int, width: int, attends: tuple[int, int, int], num_layers: int, vocab: int,
+    num_features: int, normed: int,
 ) -> NetworkShape:
+    """EAGLE's first layer has no norm in front of attention, EAGLE-3's has two, for embedding and features; the fusion of the one has a
+    bias, behind the layers of the other stands a norm."""
     num_heads, num_kv_heads, head_dim = attends
     third = method == "eagle3"
     inputs = 2 * hidden if third else hidden
-    features = NUM_FEATURES * target.hidden_size if third else target.hidden_size + hidden
+    features = num_features * target.hidden_size if third else target.hidden_size + hidden
+    num_norms = [(3 if third else 1) if i == 0 else 2 for i in range(num_layers)]
     kv = KVShape(num_kv_heads, 2 * head_dim, 2 * num_heads * head_dim)
     layers = tuple(
         LayerShape(
             (*attention_parts(inputs if i == 0 else hidden, hidden, num_heads, num_kv_heads, head_dim), mlp_part(hidden, width),
-             Part((3 if third else 2) * hidden, max_split=1, is_linear=False)), kv, 3 * width,
+             Part(norms * hidden, max_split=1, is_linear=False)), kv, 3 * width,
         )
-        for i in range(num_layers)
+        for i, norms in enumerate(num_norms)
     )  # fmt: skip
     fusion = [Part(features * hidden, max_split=1), Part(hidden + normed * target.hidden_size, max_split=1, is_linear=False)]
     head = table(vocab, hidden) if third else None

@@ -4,7 +4,7 @@ The account is vLLM's: of a device's memory a share (`utilization`) is used; wei
 runtime come out of it, and the rest is K/V blocks. Every device has the same number of blocks, so the fullest one decides for all: a draft
 on one device of four leaves the other three with memory that nobody uses.
 
-Weights and K/V are exact. Activations, graphs and the runtime are estimates, within about 1 GiB of what vLLM prints (docs/planning.md).
+Weights and K/V are exact. Activations, graphs and the runtime are estimates, within about 2 GiB of what vLLM prints (docs/planning.md).
 """
 
 from __future__ import annotations
