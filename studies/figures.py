@@ -125,8 +125,20 @@ def vllm_plugin(document: Mapping[str, Any], names: Sequence[str]) -> str:
     return _markdown(["workload, requests", "none", "k=4", "Headway's scheduler over `ngram`", "and its proposer"], rows)
 
 
+def constants(document: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Each constant of the default policy, with throughput at half and at twice its value: the mean, and the world that changes most."""
+    def change(found: Mapping[str, Any]) -> str:
+        return f"{found['mean']:.3f} ({found['there']:.2f} {found['world']})" if found["there"] != 1.0 else "no change"
+
+    rows = [
+        [f"`{name}`", f"{row['value']:g}", f"{row['unit']}: {row['meaning']}", change(row["half"]), change(row["twice"])]
+        for name, row in document["constants"].items()
+    ]
+    return _markdown(["constant", "value", "unit and meaning", "half", "twice"], rows)
+
+
 TABLES: Mapping[str, Callable[[Mapping[str, Any], Sequence[str]], str]] = {
-    "sweep": sweep, "against-vllm": against_vllm, "vllm-plugin": vllm_plugin,
+    "sweep": sweep, "against-vllm": against_vllm, "vllm-plugin": vllm_plugin, "constants": constants,
 }  # fmt: skip
 
 
