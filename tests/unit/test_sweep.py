@@ -491,6 +491,6 @@ def test_engines_divide_what_memory_there_is(tmp_path: Path, monkeypatch: pytest
     model = Engine(config).model
     alone = plan_memory(config, model).kv_cache_bytes
     assert kv_bytes_each(config, model, 2) == alone
-    monkeypatch.setattr(memory, "_available_cpu_bytes", lambda: 2 * alone)
+    monkeypatch.setattr(memory, "available_cpu_bytes", lambda: 2 * alone)
     assert kv_bytes_each(config, model, 4) == alone // 4
     assert kv_bytes_each(dataclasses.replace(config, kv_cache_memory_bytes=12345678), model, 4) == 12345678

@@ -46,7 +46,7 @@ def step(*rows: SequenceFeedback, **more: Any) -> Feedback:
 
 def text_of(metrics: EngineMetrics, **config: Any) -> str:
     speculative = SpeculativeConfig.parse({"method": ["suffix", "ngram"], "num_speculative_tokens": 4, **config})
-    collector = EngineCollector(metrics, SimpleNamespace(num_rejected=0, num_dropped=0), "small", speculative)   # type: ignore[arg-type]
+    collector = EngineCollector(metrics, SimpleNamespace(num_rejected=0, memory=SimpleNamespace(num_dropped=0)), "small", speculative)   # type: ignore[arg-type]
     return generate_latest(build_registry(collector)).decode()
 
 
