@@ -3,8 +3,8 @@
     python studies/experts.py [--layers 2] [--rounds 40] [--output results/experts/MACHINE.json]
 
 Two networks with random weights: a mixture in the proportions of Qwen3-30B-A3B (128 experts of 768, 8 for each token, hidden size 2,048),
-and a dense one whose MLP is as wide as the experts of one token together. Rows are tokens all over the vocabulary. What the default policy
-makes of these costs is in tests/unit/test_control_goodput.py. The last line is one JSON document.
+and a dense one whose MLP is as wide as the experts of one token together. Rows are tokens all over the vocabulary. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
