@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import record
 
 ROOT = Path(__file__).parents[1]
 KV_BYTES = 256 << 20
+MAX_LEN = 2048
 MARK = "FOUND "
 BASE = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -65,7 +67,7 @@ def started(case: dict[str, Any]) -> dict[str, Any]:
 
     speculative = {"method": case["method"], "model": case["draft"], "num_speculative_tokens": 4} if "draft" in case else None
     llm = LLM(
-        case["model"], dtype="bfloat16", max_model_len=2048, max_num_seqs=16, enforce_eager=True, kv_cache_memory_bytes=KV_BYTES,
+        case["model"], dtype="bfloat16", max_model_len=MAX_LEN, max_num_seqs=16, enforce_eager=True, kv_cache_memory_bytes=KV_BYTES,
         speculative_config=speculative, load_format="dummy" if case.get("dummy") else "auto", skip_tokenizer_init=bool(case.get("dummy")),
     )  # fmt: skip
     cache = llm.llm_engine.vllm_config.cache_config
@@ -82,10 +84,12 @@ def planned(case: dict[str, Any], block_size: int) -> dict[str, Any]:
         raw = configs.find(case["draft"])
         draft = families.read(raw, "draft") if case["method"] == "draft_model" else None
         each = drafting.build(case["method"], target, raw, case["draft"], draft, 4)
-    deployment = memory.Deployment(Device("none", 1e15, 1.0, {"bf16": 1.0}, 1.0, 0.0, "", is_cpu=True), block_size=block_size)
-    [device] = memory.measure(target, each, None, deployment, 0, 2048).devices
-    per_token = device.kv_per_token + device.draft_kv_per_token
-    return {"num_blocks": int(KV_BYTES // (per_token * block_size)), "bytes_per_token": per_token}
+    device = Device("a budget", 0.0, 1.0, {"bf16": 1.0}, 1.0, 0.0, "", is_cpu=True)
+    deployment = memory.Deployment(device, block_size=block_size, utilization=1.0)
+    [empty] = memory.measure(target, each, None, deployment, 0, MAX_LEN).devices
+    budget = replace(deployment, device=replace(device, memory_bytes=empty.taken + KV_BYTES))
+    found = memory.measure(target, each, None, budget, 0, MAX_LEN)
+    return {"num_tokens": found.num_tokens, "bytes_per_token": empty.kv_per_token + empty.draft_kv_per_token}
 
 
 def main() -> None:
@@ -115,7 +119,7 @@ def compared(case: dict[str, Any]) -> dict[str, Any]:
         return {"failed": (wrong or ["no output"])[-1][-300:]}
     vllm = json.loads(lines[0].removeprefix(MARK))
     plan = planned(case, vllm["block_size"])
-    return {"vllm": vllm, "plan": plan, "ratio": plan["num_blocks"] / vllm["num_blocks"]}
+    return {"vllm": vllm, "plan": plan, "ratio": plan["num_tokens"] / vllm["num_tokens"]}
 
 
 if __name__ == "__main__":

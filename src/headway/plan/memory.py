@@ -181,10 +181,14 @@ def activation_bytes(stage: Stage, deployment: Deployment, k: int) -> float:
 
 
 def _kv_of_request(stage: Stage, device: DeviceMemory, deployment: Deployment, length: int) -> float:
-    """Bytes on the device. A layer with a window keeps as many tokens as it attends to, and the block that it writes."""
+    """Bytes on the device. A layer with a window keeps what it attends to and what a step adds, and a block more (vLLM's admission)."""
     block = deployment.block_size
     whole = -(-length // block) * block
-    kept = [whole if (w := layer.kv.window) is None else min(whole, (-(-w // block) + 1) * block) for layer in stage.layers]
+
+    def within(window: int) -> int:
+        return (-(-min(length, window - 1 + deployment.max_num_batched_tokens) // block) + 1) * block
+
+    kept = [whole if (window := layer.kv.window) is None else within(window) for layer in stage.layers]
     values = sum(layer.kv.values_per_token(deployment.tp) * tokens for layer, tokens in zip(stage.layers, kept, strict=True))
     return values * deployment.kv_bytes_per_value(stage.network) + whole * device.draft_kv_per_token
 
