@@ -31,8 +31,9 @@ $(RUN_STAMP): pyproject.toml setup.py $(wildcard src/headway/native/*.[ch])
 	$(PIP) install -e .
 	@touch $@
 
+# headway is there already: this adds what its extra names, and builds no kernels again.
 $(DEV_STAMP): $(RUN_STAMP)
-	$(PIP) install -e ".[dev]"
+	$(PIP) install "headway[dev]"
 	@touch $@
 
 install: $(RUN_STAMP)

@@ -33,6 +33,9 @@ def load(kind: str, name: str) -> type[Any]:
     """The class called `name`. Raises ConfigError naming what is accepted."""
     if ":" in name:
         module_name, _, class_name = name.partition(":")
+        if "=" in class_name:
+            key = "method" if kind == "drafter" else "name"
+            raise ConfigError(f'{kind} {name!r} is not a name: its options go beside it, {{"{key}": NAME, OPTION: VALUE}}')
         found = _import(kind, name, lambda: getattr(importlib.import_module(module_name), class_name))
     elif name in _built_in(kind):
         found = _only_class(kind, name)
@@ -61,7 +64,9 @@ def _import(kind: str, name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:   # whatever the module raises while it is imported
-        raise ConfigError(f"cannot load {kind} {name!r}: {type(error).__name__}: {error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == name.partition(":")[0]
+        hint = ". Is the folder of its file in PYTHONPATH?" if absent else ""
+        raise ConfigError(f"cannot load {kind} {name!r}: {type(error).__name__}: {error}{hint}") from error
 
 
 def _only_class(kind: str, name: str) -> type[Any]:
