@@ -20,7 +20,7 @@ DEV_STAMP := $(VENV)/.headway-installed-dev
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^$$/q; s/^# //p' Makefile
 	@echo "Also:           make install | lint | test-heavy | test-portable | test-sanitized | test-emulated | fuzz | clean"
 
 # torch comes first and by itself: its exact version picks the build this machine's package index offers (CPU or CUDA). A torch
